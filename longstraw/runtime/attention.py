@@ -1,0 +1,324 @@
+"""Attention of one span's queries over keys captured earlier and the span's own keys.
+
+In:  the span's query, key, value; key ranges captured earlier, with accumulators for their gradients; `Blocks`, which
+     says what may be seen.
+Out: the span's attention output. Its backward returns gradients of the span's own inputs and adds those of the earlier
+     ranges straight into the accumulators, so that autograd never holds a graph across spans.
+
+Steps:
+1. `_plan` cuts queries x keys into parts: unseen ones are dropped, wholly seen ones are long, and only those
+   that mix seen and unseen pairs (or carry a bias) are short and get a mask.
+2. Forward runs each part with a library kernel and merges the outputs by log-sum-exp.
+3. Backward runs each part's backward with the *merged* output and log-sum-exp, which is all that it needs to know of
+   the other parts. What is saved does not grow with the number of keys.
+
+Queries that read the same keys (a group of query heads; all rows of a shared range) are folded into units, so keys
+are never repeated. Temporaries are bounded by the tile sizes below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longstraw.runtime.kernels.attention_parts import PartKernel, Rescore, Tile, pick_kernel
+from longstraw.runtime.kernels.fold import Fold
+from longstraw.runtime.merge import accumulate_dtype, merge_into, merge_sink_into
+
+KEY_TILE = 4096  # keys of a part without a mask
+QUERY_TILE = 2048  # queries of a part
+MASK_TILE = 512  # keys of a part with a mask or with all its scores in memory; queries too, unless causal
+CUT = 128  # mixed runs of keys no longer than this are not cut further
+
+ScoreFunction = Callable[..., Tensor]
+"""`score(raw, q0, q1, k0, k1, *score_inputs)`: differentiable, of the scaled products [rows, heads, q, k]."""
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """Keys and values of a run of consecutive tokens captured before the span.
+
+    The gradients are accumulators of the same layout, of any dtype at least as wide; None: no gradient wanted.
+    With one row the range is shared by all rows.
+    """
+
+    start: int
+    key: Tensor  # [rows or 1, key_heads, n, key_width]
+    value: Tensor  # [rows or 1, value_heads, n, value_width]
+    key_grad: Tensor | None
+    value_grad: Tensor | None
+
+
+class Blocks(Protocol):
+    """What may be seen, and with what bias, as a function of absolute token coordinates; bound to the rows that run."""
+
+    def verdict(self, q0: int, q1: int, k0: int, k1: int) -> str:
+        """ "all": every pair is seen with zero bias; "none": no pair is seen; "mixed": anything else."""
+
+    def tensor(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        """[rows|1, heads|1, q1-q0, k1-k0], bool (True = seen) or float (added to the scores)."""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    start: int,
+    earlier: Sequence[KeyRange],
+    blocks: Blocks,
+    scale: float,
+    score: ScoreFunction | None = None,
+    score_inputs: tuple[Tensor, ...] = (),
+    sink: Tensor | None = None,
+    key_tile: int = KEY_TILE,
+) -> Tensor:
+    """Softmax attention of the span over `earlier` and itself: [rows, heads, C, value_width] in query's dtype.
+
+    query [rows, heads, C, key_width], key [rows, key_heads, C, key_width] and value [rows, value_heads, C, value_width]
+    are the span's own, tokens start..start+C. Query head h uses key head h // (heads // key_heads), likewise value.
+    `blocks` is applied after `score`. `sink` [heads] is the logit of a further key whose value is zero.
+    A query that sees no key has output 0 and passes no gradient.
+    """
+    rows, heads, tokens, width = query.shape
+    assert key.shape[:1] == value.shape[:1] == (rows,) and key.shape[2] == value.shape[2] == tokens
+    assert heads % key.shape[1] == 0 and heads % value.shape[1] == 0 and key.shape[3] == width
+    assert score is not None or not score_inputs
+    for part in earlier:
+        assert part.key.shape[0] == part.value.shape[0] and part.key.shape[0] in (1, rows)
+        assert part.key.shape[1] == key.shape[1] and part.value.shape[1] == value.shape[1]
+        assert part.key.shape[2] == part.value.shape[2]
+    call = _Call(start, tuple(earlier), blocks, scale, score, key_tile)
+    out: Tensor = _Attend.apply(query, key, value, sink, call, *score_inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Call(NamedTuple):
+    start: int
+    earlier: tuple[KeyRange, ...]
+    blocks: Blocks
+    scale: float
+    score: ScoreFunction | None
+    key_tile: int
+
+
+class _Part(NamedTuple):
+    """Keys k0..k1 (absolute) of one source; kind is "all", "mixed" or "causal"."""
+
+    source: int  # index into the earlier ranges, or -1: the span's own keys
+    k0: int
+    k1: int
+    kind: str
+
+
+class _QueryTile(NamedTuple):
+    q0: int
+    q1: int
+    parts: tuple[_Part, ...]
+
+
+def _plan(call: _Call, tokens: int, *, builds_scores: bool) -> Iterator[_QueryTile]:
+    """Cut the span's queries into tiles, and the keys that each tile sees into parts."""
+    start, end = call.start, call.start + tokens
+    sources = [(i, part.start, part.start + part.key.shape[2]) for i, part in enumerate(call.earlier)]
+    tile = MASK_TILE if builds_scores else QUERY_TILE
+    key_tile = min(call.key_tile, MASK_TILE) if builds_scores else call.key_tile
+
+    def parts(q0: int, q1: int, spans: list[tuple[int, int, int]]) -> Iterator[_Part]:
+        for source, k0, k1 in spans:
+            for kind, a, b in _runs(call.blocks, q0, q1, k0, k1):
+                step = key_tile if kind == "all" else min(key_tile, MASK_TILE)
+                for c in range(a, b, step):
+                    yield _Part(source, c, min(c + step, b), kind)
+
+    for q0 in range(start, end, tile):
+        q1 = min(q0 + tile, end)
+        if not builds_scores and _is_causal(call.blocks, q0, q1):
+            spans = [*sources, (-1, start, q0), (-1, q1, end)]
+            yield _QueryTile(q0, q1, (*parts(q0, q1, spans), _Part(-1, q0, q1, "causal")))
+            continue
+        for p0 in range(q0, q1, MASK_TILE):
+            p1 = min(p0 + MASK_TILE, q1)
+            yield _QueryTile(p0, p1, tuple(parts(p0, p1, [*sources, (-1, start, end)])))
+
+
+def _is_causal(blocks: Blocks, q0: int, q1: int) -> bool:
+    if blocks.verdict(q0, q1, q0, q1) != "mixed":
+        return False
+    seen = blocks.tensor(q0, q1, q0, q1)
+    return seen.dtype == torch.bool and bool((seen == torch.ones_like(seen[0, 0]).tril()).all())
+
+
+def _runs(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> list[tuple[str, int, int]]:
+    """The longest runs of keys with one verdict, "none" left out; cut points are multiples of CUT."""
+    runs: list[tuple[str, int, int]] = []
+    todo = [(k0, k1)] if k0 < k1 else []
+    while todo:
+        a, b = todo.pop()
+        kind = blocks.verdict(q0, q1, a, b)
+        middle = (a + b + CUT) // (2 * CUT) * CUT
+        if kind == "mixed" and b - a > CUT and a < middle < b:
+            todo += [(middle, b), (a, middle)]
+        elif kind != "none":
+            if runs and runs[-1][0] == kind and runs[-1][2] == a:
+                a = runs.pop()[1]
+            runs.append((kind, a, b))
+    return runs
+
+
+class _Span:
+    """The span's tensors and what is common to forward and backward."""
+
+    def __init__(
+        self, call: _Call, query: Tensor, key: Tensor, value: Tensor, score_inputs: tuple[Tensor, ...] = ()
+    ) -> None:
+        self.call, self.query, self.key, self.value, self.score_inputs = call, query, key, value, score_inputs
+        self.unit_heads = math.lcm(key.shape[1], value.shape[1])
+
+    def kernel(self, *, biased: bool = False) -> PartKernel:
+        width = max(self.key.shape[-1], self.value.shape[-1])
+        rescored = self.call.score is not None
+        return pick_kernel(self.query.device, self.query.dtype, width, biased=biased, rescored=rescored)
+
+    def keys(self, part: _Part) -> tuple[Tensor, Tensor]:
+        """The part's keys and values."""
+        if part.source < 0:
+            return self._cut(part, self.call.start, self.key), self._cut(part, self.call.start, self.value)
+        held = self.call.earlier[part.source]
+        return self._cut(part, held.start, held.key), self._cut(part, held.start, held.value)
+
+    def accumulators(self, part: _Part, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Where the gradients of the part's keys and values go; `grad_key` and `grad_value` are the span's own."""
+        if part.source < 0:
+            return self._cut(part, self.call.start, grad_key), self._cut(part, self.call.start, grad_value)
+        held = self.call.earlier[part.source]
+        return self._cut(part, held.start, held.key_grad), self._cut(part, held.start, held.value_grad)
+
+    @overload
+    def _cut(self, part: _Part, start: int, x: Tensor) -> Tensor: ...
+    @overload
+    def _cut(self, part: _Part, start: int, x: Tensor | None) -> Tensor | None: ...
+    def _cut(self, part: _Part, start: int, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[:, :, part.k0 - start : part.k1 - start]
+
+
+class _FoldedQueries:
+    """A tile of queries (and of other tensors of the queries' layout), folded once for each fold and dtype."""
+
+    def __init__(self, span: _Span, q0: int, q1: int, *others: Tensor) -> None:
+        self.span, self.q0, self.q1 = span, q0, q1
+        first = q0 - span.call.start
+        self.tensors = [x[:, :, first : first + q1 - q0] for x in (span.query, *others)]
+        self.folded: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+
+    def part(self, part: _Part) -> tuple[PartKernel, Fold, Tile, list[Tensor]]:
+        """The part's kernel, fold and tile, and the other tensors, folded."""
+        span, call = self.span, self.span.call
+        kernel = span.kernel(biased=part.kind == "mixed")
+        dtype = kernel.compute_dtype(span.query.dtype)
+        key, value = span.keys(part)
+        fold = Fold(span.query.shape[0], span.query.shape[1], span.unit_heads, shared=key.shape[0] == 1)
+        if (fold.shared, dtype) not in self.folded:
+            wide = accumulate_dtype(dtype)  # log-sum-exps, which have no width, stay in the wide type
+            folded = [fold.queries(x, dtype if x.dim() == 4 else wide) for x in self.tensors]
+            self.folded[fold.shared, dtype] = folded
+        query, *others = self.folded[fold.shared, dtype]
+        where = (self.q0, self.q1, part.k0, part.k1)
+        tile = Tile(
+            query=query,
+            key=fold.keys(key, dtype),
+            value=fold.keys(value, dtype),
+            scale=call.scale,
+            causal=part.kind == "causal",
+            bias=fold.bias(call.blocks.tensor(*where), dtype) if part.kind == "mixed" else None,
+            rescore=None if call.score is None else _folded_score(call.score, fold, *where),
+            rescore_inputs=span.score_inputs,
+        )
+        return kernel, fold, tile, others
+
+
+def _widened(x: Tensor) -> Tensor:
+    """A score input in the dtype of the scores, so that its gradient is summed over tiles there."""
+    return x.detach().to(accumulate_dtype(x.dtype)) if x.is_floating_point() else x.detach()
+
+
+def _folded_score(score: ScoreFunction, fold: Fold, q0: int, q1: int, k0: int, k1: int) -> Rescore:
+    """`score` as a function of folded products."""
+
+    def rescore(raw: Tensor, *inputs: Tensor) -> Tensor:
+        scores = score(fold.undo(raw).flatten(1, 2), q0, q1, k0, k1, *inputs)
+        return fold.queries(scores, raw.dtype)
+
+    return rescore
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, call: _Call, *score_inputs: Tensor
+    ) -> Tensor:
+        span = _Span(call, query, key, value, tuple(_widened(x) for x in score_inputs))
+        rows, heads, tokens, _ = query.shape
+        plan = tuple(_plan(call, tokens, builds_scores=span.kernel().builds_scores))
+        wide = accumulate_dtype(query.dtype)
+        out = torch.zeros(rows, heads, tokens, value.shape[-1], dtype=wide, device=query.device)
+        lse = torch.full((rows, heads, tokens), -torch.inf, dtype=wide, device=query.device)
+        split_out, split_lse = (x.unflatten(1, (span.unit_heads, -1)) for x in (out, lse))
+        for q0, q1, parts in plan:
+            folded = _FoldedQueries(span, q0, q1)
+            here = (slice(None), slice(None), slice(None), slice(q0 - call.start, q1 - call.start))
+            for part in parts:
+                kernel, fold, tile, _ = folded.part(part)
+                part_out, part_lse = kernel.forward(tile)
+                merge_into(split_out[here], split_lse[here], fold.undo(part_out), fold.undo(part_lse))
+        if sink is not None:
+            merge_sink_into(out, lse, sink.to(wide)[:, None])
+        result = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse, sink, *score_inputs)
+        ctx.call, ctx.plan = call, plan
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, sink, *score_inputs = ctx.saved_tensors
+        call, wide = ctx.call, lse.dtype
+        wanted = ctx.needs_input_grad[5:]
+        inputs = tuple(_widened(x).requires_grad_(w) for x, w in zip(score_inputs, wanted, strict=True))
+        span = _Span(call, query, key, value, inputs)
+        grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (query, key, value))
+        grad_inputs = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
+        split_query = grad_query.unflatten(1, (span.unit_heads, -1))
+        weightless = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(score - inf) = 0, whatever the score
+        for q0, q1, parts in ctx.plan:
+            folded = _FoldedQueries(span, q0, q1, grad_out, out, weightless)
+            for part in parts:
+                kernel, fold, tile, others = folded.part(part)
+                grads = kernel.backward(tile, *others)
+                split_query[:, :, :, q0 - call.start : q1 - call.start].add_(fold.undo(grads.query))
+                targets = span.accumulators(part, grad_key, grad_value)
+                for target, grad in zip(targets, (grads.key, grads.value), strict=True):
+                    if target is not None:
+                        fold.add_keys_grad(target, grad)
+                for total, more in zip(grad_inputs, grads.rescore_inputs, strict=False):
+                    if total is not None and more is not None:
+                        total.add_(more)
+        grad_sink = None
+        if sink is not None and ctx.needs_input_grad[3]:
+            delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
+            weight = (sink.to(wide)[:, None] - weightless).exp()
+            grad_sink = (weight * delta).sum((0, 2)).neg().to(sink.dtype)
+        return (
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            grad_sink,
+            None,
+            *(None if g is None else g.to(x.dtype) for g, x in zip(grad_inputs, score_inputs, strict=True)),
+        )
