@@ -1,0 +1,347 @@
+"""Recognises attention, however a model spells it, and rewrites it as one `longstraw.ops.attention` node.
+
+Two spellings: `aten.scaled_dot_product_attention`, and the explicit one: a product of queries and keys, elementwise work on
+the scores (scale, soft cap, masks, biases), softmax over keys, a product with the values. A column of sinks joined
+to the scores before the softmax and cut off after it is understood too.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from longstraw import ops
+from longstraw.arch.aten import is_pointwise
+from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.errors import DropoutActive, MixesTokens, user_line
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.matmul, aten.bmm, aten.baddbmm)
+_CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
+_SHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.unsqueeze, aten.squeeze)
+_SOFTMAX = (aten.softmax, aten._softmax, aten._safe_softmax)
+
+
+def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) -> None:
+    """Rewrite every attention of the graph in place.
+
+    Args:
+        module: an ATen graph without in-place ops.
+        is_score: whether a node has two token dims (its last two).
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if packet(node.target) is aten.scaled_dot_product_attention:
+            _from_library_call(module.graph, node)
+        elif packet(node.target) in _SOFTMAX and is_score(node.args[0]):
+            _from_explicit(module, node, is_score)
+    module.graph.eliminate_dead_code()
+
+
+def _from_library_call(graph: fx.Graph, node: fx.Node) -> None:
+    a = arguments(node)
+    if a["dropout_p"]:
+        raise dropout_error(node, a["dropout_p"])
+    width = a["query"].meta["val"].shape[-1]
+    scale = a["scale"] if a["scale"] is not None else 1.0 / math.sqrt(width)
+    masks = () if a["attn_mask"] is None else (a["attn_mask"],)
+    with graph.inserting_before(node):
+        lifted = [_four_dims(graph, a[name], node) for name in ("query", "key", "value")]
+        new = _insert(graph, node, lifted, masks, bool(a["is_causal"]), scale, None, (), None)
+        result = new if node.meta["val"].ndim == 4 else _reshape(graph, new, node)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def dropout_error(node: fx.Node, p: float) -> DropoutActive:
+    """Return the error for an active dropout."""
+    return DropoutActive(
+        f"A dropout with p={p} is active: scoring and replay would draw different masks.",
+        where=user_line(node.meta.get("stack_trace")),
+        remedy="Set the model's dropout probabilities to 0, or call model.eval(): gradients flow in eval mode too.",
+    )
+
+
+@dataclass
+class _Scores:
+    """What happened to the scores between the product and the softmax, walked upwards."""
+
+    masks: list[fx.Node] = field(default_factory=list)
+    steps: list[fx.Node] = field(default_factory=list)  # elementwise ops on the scores, softmax side first
+    sink: fx.Node | None = None
+
+
+def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[[fx.Node], bool]) -> None:
+    graph = module.graph
+    found = _Scores()
+    node = softmax.args[0]
+    assert isinstance(node, fx.Node)
+    while packet(node.target) not in _PRODUCTS:
+        node = _step_up(node, found, is_score, softmax)
+    a = arguments(node)
+    query, key = (a["batch1"], a["batch2"]) if "batch1" in a else (a["self"], a.get("other", a.get("mat2")))
+    scale = 1.0
+    if packet(node.target) is aten.baddbmm:
+        scale = float(a["alpha"])
+        if a["beta"] != 0:
+            if a["beta"] != 1 or not _is_block(a["self"], is_score):
+                _give_up(softmax, "its summand is scaled")
+            found.masks.append(a["self"])
+    product, value = _step_down(softmax, found, is_score)
+    scale, score, score_inputs = _score_function(module, node, found, scale)
+    with graph.inserting_before(product):
+        key = _transposed(graph, key)
+        scores_shape = softmax.args[0].meta["val"].shape  # type: ignore[union-attr]
+        masks = tuple(found.masks)
+        lifted = [_four_dims(graph, x, softmax, batch=scores_shape) for x in (query, key, value)]
+        new = _insert(graph, product, lifted, masks, False, scale, score, score_inputs, found.sink)
+        result = new if product.meta["val"].ndim == 4 else _reshape(graph, new, product)
+    product.replace_all_uses_with(result)
+    graph.erase_node(product)
+
+
+def _is_block(node: Any, is_score: Callable[[fx.Node], bool]) -> bool:
+    """Return whether a value can be a mask or bias of the scores: it has two token dims or broadcasts to them."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim >= 2
+
+
+def _step_up(node: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool], softmax: fx.Node) -> fx.Node:
+    """Record one op between softmax and product; return the operand that holds the scores."""
+    name = packet(node.target)
+    if node.op != "call_function":
+        _give_up(softmax, "its scores don't come from a product of queries and keys")
+    if name in _CASTS or name in _SHAPES:
+        return node.args[0]  # type: ignore[return-value]
+    if name in (aten.cat, aten.concat) and found.sink is None:
+        parts = node.args[0]
+        if len(parts) == 2 and parts[1].meta["val"].shape[-1] == 1:  # type: ignore[arg-type, union-attr, index]
+            found.sink = _before_expand(parts[1])  # type: ignore[index]
+            return parts[0]  # type: ignore[return-value, index]
+    operands = tensors(node.args)
+    if name in (aten.sub, aten.subtract) and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
+        return operands[0]  # softmax(x - max(x)) = softmax(x)
+    scored = [x for x in operands if is_score(x) and _reaches_product(x)]
+    if len(set(scored)) != 1 or not (is_pointwise(node.target) or name in (aten.where, aten.masked_fill)):
+        _give_up(softmax, f"{name} stands between the scores and the softmax")
+    scores = scored[0]
+    others = [x for x in operands if x is not scores]
+    if name is aten.add and len(others) == 1 and not found.steps and is_score(others[0]):
+        if node.kwargs.get("alpha", 1) != 1:
+            _give_up(softmax, "its mask is scaled")
+        found.masks.append(others[0])
+    elif name is aten.masked_fill and not found.steps:
+        a = arguments(node)
+        found.masks.append(_as_mask(node, a["mask"], a["value"], keep_where=False))
+    elif name is aten.where and not found.steps and node.args[1] is scores:
+        found.masks.append(_as_mask(node, node.args[0], node.args[2], keep_where=True))
+    else:
+        found.steps.append(node)
+    return scores
+
+
+def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
+    """Insert the bool mask (True = seen) that a fill with a hugely negative value stands for."""
+    number = value
+    if isinstance(value, fx.Node):
+        number = value.args[0] if value.args and packet(value.target) in (aten.scalar_tensor, aten.lift_fresh_copy) else None
+        if packet(value.target) in (aten.full, aten.full_like):
+            number = value.args[1]
+        if isinstance(number, fx.Node):
+            number = None
+        if value.op == "get_attr":
+            number = float(getattr(value.graph.owning_module, str(value.target)))
+    if number is None or not number <= -1e4:
+        raise _not_attention(node, "it fills scores with a value that is not hugely negative")
+    if keep_where:
+        return condition  # type: ignore[no-any-return]
+    graph = node.graph
+    with graph.inserting_before(node):
+        seen = graph.call_function(aten.logical_not.default, (condition,))
+    seen.meta = {**node.meta, "val": condition.meta["val"]}
+    return seen
+
+
+def _before_expand(node: fx.Node) -> fx.Node:
+    while packet(node.target) in (*_SHAPES, *_CASTS):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_row_maximum(node: fx.Node, of: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return packet(node.target) in (aten.max, aten.amax) and node.args[0] is of
+
+
+def _reaches_product(node: fx.Node) -> bool:
+    """Return whether a value with two token dims comes from a product (scores) and not only from positions (a mask)."""
+    seen, stack = set(), [node]
+    while stack:
+        at = stack.pop()
+        if at in seen or at.op != "call_function":
+            continue
+        seen.add(at)
+        if packet(at.target) in _PRODUCTS and at.meta["val"].is_floating_point():
+            return True
+        stack.extend(x for x in tensors((at.args, at.kwargs)))
+    return False
+
+
+def _step_down(softmax: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool]) -> tuple[fx.Node, fx.Node]:
+    """Return the product with the values that uses the softmax, and the values."""
+    node = softmax
+    while True:
+        users = [user for user in node.users if user.op == "call_function"]
+        if len(users) != 1:
+            _give_up(softmax, "its weights are used more than once")
+        user = users[0]
+        name = packet(user.target)
+        if name in (aten.matmul, aten.bmm):
+            left, right = user.args[:2]
+            if left is not node:
+                _give_up(softmax, "its weights are not the left operand of a product with the values")
+            return user, right  # type: ignore[return-value]
+        if name in _CASTS or name in _SHAPES:
+            node = user
+        elif name is aten.slice and found.sink is not None:
+            node = user
+        elif name is aten.mul and all(not isinstance(x, fx.Node) or x is node for x in user.args):
+            _give_up(softmax, "its weights are scaled")
+        else:
+            _give_up(softmax, f"{name} stands between its weights and the values")
+
+
+def _score_function(
+    module: fx.GraphModule, product: fx.Node, found: _Scores, scale: float
+) -> tuple[float, fx.Node | None, tuple[fx.Node, ...]]:
+    """Fold plain factors into the scale; put what remains in a graph `(raw, *inputs) -> scores`."""
+    steps = list(reversed(found.steps))  # product side first
+    while steps:
+        node = steps[0]
+        numbers = [x for x in node.args if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        if packet(node.target) is aten.mul and len(numbers) == 1 and len(tensors(node.args)) == 1:
+            scale *= float(numbers[0])
+        elif packet(node.target) is aten.div and len(numbers) == 1 and len(node.args) == 2 and not node.kwargs:
+            scale /= float(numbers[0])
+        else:
+            break
+        steps.pop(0)
+    if not steps:
+        return scale, None, ()
+    graph = fx.Graph()
+    raw = graph.placeholder("raw")
+    env: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
+    previous: fx.Node = raw
+    chain = set(steps)
+    for node in steps:
+        for operand in tensors((node.args, node.kwargs)):
+            if operand in env:
+                continue
+            if operand in chain or _leads_to(operand, product, chain):
+                env[operand] = previous
+            else:
+                env[operand] = graph.placeholder(f"input_{len(inputs)}")
+                inputs.append(operand)
+        previous = graph.node_copy(node, lambda n: env[n])
+        env[node] = previous
+    graph.output(previous)
+    name = f"score_{sum(1 for key in module._modules if key.startswith('score_'))}"
+    module.add_submodule(name, fx.GraphModule({}, graph))
+    with module.graph.inserting_before(product):
+        function = module.graph.get_attr(name)
+    return scale, function, tuple(inputs)
+
+
+def _leads_to(node: fx.Node, product: fx.Node, chain: set[fx.Node]) -> bool:
+    """Return whether casts and views alone lead from a step of the chain or the product to this node."""
+    while node is not product and node not in chain:
+        if packet(node.target) not in (*_CASTS, *_SHAPES):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
+
+
+def _insert(
+    graph: fx.Graph,
+    like: fx.Node,
+    qkv: list[fx.Node],
+    masks: tuple[fx.Node, ...],
+    causal: bool,
+    scale: float,
+    score: fx.Node | None,
+    score_inputs: tuple[fx.Node, ...],
+    sink: fx.Node | None,
+) -> fx.Node:
+    node = graph.call_function(
+        ops.attention, (*qkv, masks, causal, float(scale), score, score_inputs, sink), name="attention"
+    )
+    query, value = qkv[0].meta["val"], qkv[2].meta["val"]
+    node.meta = {**like.meta, "val": query.new_empty((*query.shape[:3], value.shape[3]), dtype=like.meta["val"].dtype)}
+    return node
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return the transpose of a key operand `[..., width, tokens]`, reusing the value that was transposed if there is one."""
+    if packet(node.target) in (aten.transpose, aten.swapaxes):
+        rank = node.meta["val"].ndim
+        if {d % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:  # type: ignore[operator]
+            return node.args[0]  # type: ignore[return-value]
+    new = graph.call_function(aten.transpose.int, (node, -1, -2))
+    new.meta = {**node.meta, "val": node.meta["val"].transpose(-1, -2)}
+    return new
+
+
+def _four_dims(graph: fx.Graph, node: fx.Node, at: fx.Node, batch: Any = None) -> fx.Node:
+    """Return an operand as `[rows, heads, tokens, width]`."""
+    value = node.meta["val"]
+    if value.ndim == 4:
+        return node
+    if value.ndim == 5:  # grouped heads [rows, key_heads, group, tokens, width]
+        shape = (value.shape[0], value.shape[1] * value.shape[2], *value.shape[3:])
+    elif value.ndim == 3 and batch is not None and len(batch) == 4:
+        shape = (*batch[:2], *value.shape[1:])  # [rows * heads, tokens, width]
+    elif value.ndim == 3:
+        shape = (value.shape[0], 1, *value.shape[1:])
+    else:
+        _give_up(at, f"an operand has {value.ndim} dims")
+    new = graph.call_function(aten.reshape.default, (node, [_size_argument(graph, s) for s in shape]))
+    new.meta = {**node.meta, "val": value.reshape(shape)}
+    return new
+
+
+def _reshape(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    shape = like.meta["val"].shape
+    new = graph.call_function(aten.reshape.default, (node, [_size_argument(graph, s) for s in shape]))
+    new.meta = dict(like.meta)
+    return new
+
+
+def _size_argument(graph: fx.Graph, size: Any) -> Any:
+    """Return a size as a graph argument; a symbolic one is looked up among the graph's size nodes."""
+    if isinstance(size, int):
+        return size
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            return node
+    return -1
+
+
+def _not_attention(node: fx.Node, why: str) -> MixesTokens:
+    return MixesTokens(
+        f"softmax over the tokens is not recognised as attention: {why}.",
+        where=user_line(node.meta.get("stack_trace")),
+        remedy="Use the model's `sdpa` attention implementation, or extend longstraw/arch/attention.py.",
+    )
+
+
+def _give_up(node: fx.Node, why: str) -> Any:
+    raise _not_attention(node, why)

@@ -1,0 +1,209 @@
+"""What a rule answers, and what it may ask.
+
+A *layout rule* is a function `rule(reader, node) -> layout` (a tuple of layouts for an op with several outputs): given
+what each operand's dims run over, what do the result's dims run over? It raises, through the reader, when the op would
+mix tokens or rows. Tables map an op (an `OpOverloadPacket`, or any callable in the graph) to its rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
+from longstraw.stages import Dim, Layout, Probe, Rows, Sizes, Tokens, has
+
+LayoutRule = Callable[["Reader", fx.Node], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A user's rule for one op or function.
+
+    Attributes:
+        target: an `OpOverload`, an `OpOverloadPacket`, or a function that stays one node in the graph.
+        layout: its layout rule.
+    """
+
+    target: Any
+    layout: LayoutRule
+
+
+def packet(target: Any) -> Any:
+    """Return the key under which an op stands in rule tables."""
+    return getattr(target, "overloadpacket", target)
+
+
+def op_name(node: fx.Node) -> str:
+    """Return an op's name as a user would look it up."""
+    return str(packet(node.target)) if node.op == "call_function" else node.op
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return a node's arguments by the names of the op's schema, defaults filled in."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        raise TypeError(f"{node.target} has no schema")
+    bound: dict[str, Any] = {}
+    for i, argument in enumerate(schema.arguments):
+        if i < len(node.args):
+            bound[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+    return bound
+
+
+def tensors(value: Any) -> list[fx.Node]:
+    """Return the nodes with a tensor value in an argument structure, in order."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, lambda n: found.append(n) if isinstance(n.meta.get("val"), torch.Tensor) else None)
+    return found
+
+
+class Reader:
+    """What a layout rule sees: operands' layouts, sizes, and the ways to refuse.
+
+    Args:
+        sizes: compares sizes.
+        layouts: layouts found so far.
+        is_light: whether a node is computed whole before the segment runs.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        layouts: dict[fx.Node, Any],
+        is_light: Callable[[fx.Node], bool],
+    ) -> None:
+        self.sizes, self.layouts, self.is_light = sizes, layouts, is_light
+        self.demands: dict[tuple[fx.Node, fx.Node], Layout] = {}
+        self.local: set[fx.Node] = set()
+
+    def shape(self, node: fx.Node) -> tuple[Probe, ...]:
+        """Return a node's probed shape."""
+        return self.sizes.shape(node.meta["val"])
+
+    def layout(self, node: fx.Node) -> Layout | None:
+        """Return a region operand's layout; None for an operand that the segment doesn't compute."""
+        return self.layouts.get(node)
+
+    def operand(self, user: fx.Node, node: fx.Node) -> Layout:
+        """Return an operand's layout; a light operand is judged by its sizes and read in that layout."""
+        found = self.layouts.get(node)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        shape = self.shape(node)
+        if not self.is_light(node):  # parameters and what depends only on them
+            return tuple(() if size == (1, 1) else (size,) for size in shape)
+        located = self.sizes.locate_shape(shape)
+        if located is None:
+            self.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
+        self.read(user, node, located)
+        return located
+
+    def read(self, user: fx.Node, node: fx.Node, layout: Layout) -> None:
+        """Record that `user` reads the light value `node` in this layout."""
+        if self.is_light(node):
+            self.demands[user, node] = layout
+
+    def align(self, user: fx.Node, node: fx.Node, like: Layout) -> Layout:
+        """Return the layout of a light operand that is broadcast against `like` (aligned at the last dim), and read it so."""
+        shape = self.shape(node)
+        like = ((),) * (len(shape) - len(like)) + like
+        dims: list[Dim] = []
+        for size, dim in zip(shape, like[len(like) - len(shape) :], strict=True):
+            if size == (1, 1):
+                dims.append(())
+            elif size == self.sizes.of_dim(dim):
+                dims.append(dim)
+            else:
+                located = self.sizes.locate(size) if dim == () else None
+                if located is None:
+                    self.unsupported(user, f"its operand {node.name} doesn't line up with the token dim")
+                dims.append(located)
+        self.read(user, node, tuple(dims))
+        return tuple(dims)
+
+    def merge(self, node: fx.Node, layouts: list[Layout]) -> Layout:
+        """Return the layout of operands broadcast against one another; refuse shifted windows."""
+        rank = max(len(layout) for layout in layouts)
+        out: list[Dim] = [()] * rank
+        for layout in layouts:
+            for i, dim in enumerate(layout, start=rank - len(layout)):
+                if dim == ():
+                    continue
+                if out[i] == ():
+                    out[i] = dim
+                elif out[i] != dim:
+                    joined = self._join(out[i], dim)
+                    if joined is None:
+                        self._mismatch(node, out[i], dim)
+                    out[i] = joined
+        return tuple(out)
+
+    def _join(self, a: Dim, b: Dim) -> Dim | None:
+        """Return one spelling of two dims that differ only in how plain sizes are split, or None."""
+        if self.sizes.of_dim(a) != self.sizes.of_dim(b):
+            return None
+        for one, other in ((a, b), (b, a)):
+            if not any(has(one, kind) for kind in (Rows, Tokens)):
+                # A dim known only by its size takes the meaning of the other one.
+                return other
+        plain_a = [f for f in a if not isinstance(f, tuple)]
+        plain_b = [f for f in b if not isinstance(f, tuple)]
+        same = len(plain_a) == len(plain_b) and all(
+            f == g or (isinstance(f, Tokens) and isinstance(g, Tokens) and self.same_window(f, g))
+            for f, g in zip(plain_a, plain_b, strict=True)
+        )
+        return a if same else None
+
+    def same_window(self, a: Tokens, b: Tokens) -> bool:
+        """Return whether two windows cover the same tokens."""
+        return self.sizes.probe(a.start) == self.sizes.probe(b.start) and self.sizes.probe(a.stop) == self.sizes.probe(
+            b.stop
+        )
+
+    def _mismatch(self, node: fx.Node, a: Dim, b: Dim) -> NoReturn:
+        if has(a, Tokens) and has(b, Tokens):
+            self.mixes_tokens(node, "it combines one token's values with those of a token at another position")
+        self.unsupported(node, "two of its operands run over different things in the same dim")
+
+    def keep(self, node: fx.Node, dims: Dim, what: str) -> None:
+        """Refuse an op that reduces over, sorts, or otherwise mixes along a dim of tokens or rows."""
+        if has(dims, Tokens):
+            self.mixes_tokens(node, what)
+        if has(dims, Rows):
+            self.mixes_rows(node, what)
+
+    def mixes_tokens(self, node: fx.Node, what: str) -> NoReturn:
+        """Refuse: the op mixes tokens."""
+        raise MixesTokens(
+            f"{op_name(node)} mixes tokens: {what}.",
+            where=user_line(node.meta.get("stack_trace")),
+            remedy="No rule says what it needs of earlier tokens. Add one with Options(rules=...), or keep this "
+            "computation out of the compiled step.",
+        )
+
+    def mixes_rows(self, node: fx.Node, what: str) -> NoReturn:
+        """Refuse: the op mixes rows."""
+        raise MixesRows(
+            f"{op_name(node)} mixes rows: {what}.",
+            where=user_line(node.meta.get("stack_trace")),
+            remedy="Responses are replayed one at a time, so a row's hidden values must not depend on other rows. "
+            "Combine rows after the per-token results (log-probabilities), or keep this out of the compiled step.",
+        )
+
+    def unsupported(self, node: fx.Node, what: str) -> NoReturn:
+        """Refuse: no rule covers this use of the op."""
+        raise UnsupportedOp(
+            f"{op_name(node)} can't be run on a span of tokens: {what}.",
+            where=user_line(node.meta.get("stack_trace")),
+            remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
+        )
+

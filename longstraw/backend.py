@@ -1,0 +1,76 @@
+"""The compiler, top to bottom: what `torch.compile(step, backend="longstraw")` calls for every graph of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from longstraw import compat
+from longstraw.options import Options
+from longstraw.passes.find_branches import find_branches
+from longstraw.passes.find_token_dim import find_token_dim
+from longstraw.passes.insert_state import insert_state
+from longstraw.passes.lower import lower
+from longstraw.passes.normalise import normalise
+from longstraw.passes.partition import partition
+from longstraw.passes.trace import may_have_model, trace
+from longstraw.runtime.transaction import run_step
+from longstraw.stages import Lowered
+
+Compiled = Callable[..., Any]
+
+
+def longstraw(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one graph of a step.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its example inputs.
+        options: an `Options` record or a mapping of option names.
+        mode: accepted for torch.compile's sake; there are no modes.
+
+    Returns:
+        A function of the graph's inputs with the graph's outputs.
+    """
+    chosen = Options.of(options)
+    if not may_have_model(gm):
+        return inner(chosen)(gm, example_inputs)
+    compat.retrace_with_symbolic_sizes()
+    return compile_graph(gm, options=chosen)
+
+
+def compile_graph(gm: fx.GraphModule, *, options: Options) -> Compiled:
+    """Return the compiled form of one Dynamo graph with symbolic sizes."""
+    program = build(gm, options=options)
+    return functools.partial(_call, program)
+
+
+def build(gm: fx.GraphModule, *, options: Options) -> Lowered:
+    """Run every pass over one Dynamo graph: this is the table of contents of the compiler."""
+    step = trace(gm, options=options)
+    step = normalise(step)
+    step = find_branches(step)
+    step = find_token_dim(step)
+    step = partition(step)
+    step = insert_state(step)
+    return lower(step)
+
+
+def _call(program: Lowered, *inputs: Any) -> Any:
+    return run_step(program, inputs)
+
+
+def inner(options: Options) -> Compiled:
+    """Return the backend for graphs without a model region."""
+    return compat.lookup_backend(options.inner_backend) if isinstance(options.inner_backend, str) else options.inner_backend
+
+

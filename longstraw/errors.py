@@ -1,0 +1,108 @@
+"""Every error that longstraw raises on purpose: what happened, where in the user's code, what to do.
+
+Errors about the user's program derive from `LongstrawError` and from the built-in error that fits (`ValueError`,
+`RuntimeError`, `NotImplementedError`), so that both `except LongstrawError` and ordinary handlers work.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
+
+
+class LongstrawError(Exception):
+    """Base of all errors that longstraw raises on purpose.
+
+    Args:
+        what: what happened.
+        where: the user's source line, or "" when no line is to blame.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        text = what
+        if where:
+            text += f"\n  at {where}"
+        if remedy:
+            text += f"\n  {remedy}"
+        super().__init__(text)
+
+
+class OptionsError(LongstrawError, ValueError):
+    """An option is unknown or has a value that it can't have."""
+
+
+class BadInput(LongstrawError, ValueError):
+    """The tensors given to the compiled step can't be run: empty, or on several devices."""
+
+
+class UnsupportedOp(LongstrawError, NotImplementedError):
+    """An op meets the token dim in a way that no rule covers."""
+
+
+class MixesRows(LongstrawError, NotImplementedError):
+    """An op makes one row's values depend on another row's before the results."""
+
+
+class MixesTokens(LongstrawError, NotImplementedError):
+    """An op makes one token's values depend on other tokens', and no rule says what state it needs."""
+
+
+class UnsupportedMask(LongstrawError, NotImplementedError):
+    """An attention mask can't be cut into blocks of queries and keys."""
+
+
+class WideResult(LongstrawError, NotImplementedError):
+    """A value with a hidden or vocabulary dim leaves the model: hidden states, logits, or a loss on them."""
+
+
+class ModelSplit(LongstrawError, RuntimeError):
+    """Dynamo broke the step inside the model, so that the backend sees only a piece of it."""
+
+
+class DropoutActive(LongstrawError, ValueError):
+    """A dropout with p > 0 is active: scoring and replay would draw different masks."""
+
+
+class PromptNotFound(LongstrawError, ValueError):
+    """`prompt_grad="none"` needs to know where the prompt ends, and the step computes results for every token."""
+
+
+class StaticTokens(LongstrawError, NotImplementedError):
+    """The token dim could not be traced with a symbolic size."""
+
+
+class ParametersChanged(LongstrawError, RuntimeError):
+    """A parameter or an input was changed in place between the step's forward and its backward."""
+
+
+class BackwardTwice(LongstrawError, RuntimeError):
+    """Backward ran a second time through a step whose state was already released."""
+
+
+class DoubleBackward(LongstrawError, RuntimeError):
+    """A gradient of a gradient was asked for."""
+
+
+class StateMisuse(LongstrawError, RuntimeError):
+    """Captured state was read after release, released twice, or leaked."""
+
+
+def user_line(stack_trace: str | None, *, own: bool = True) -> str:
+    """Return `file:line in function: code` of the frame to show for a node.
+
+    Args:
+        stack_trace: a node's `stack_trace` meta, frames outermost first.
+        own: prefer the innermost frame; False takes the outermost (the line of the user's step).
+    """
+    frames = [m for m in _FRAME.finditer(stack_trace or "")]
+    if not frames:
+        return ""
+    frame = frames[-1] if own else frames[0]
+    path = frame["file"]
+    if path.startswith(os.getcwd() + os.sep):
+        path = os.path.relpath(path)
+    return f"{path}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"

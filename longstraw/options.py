@@ -1,0 +1,84 @@
+"""The options of the backend: one frozen record, the same names in `torch.compile(..., options={...})`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from longstraw.errors import OptionsError
+
+_GRAD_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is rewritten and run.
+
+    Attributes:
+        prompt_grad: "exact" computes eager's gradients; "none" counts the prompt's state as a constant (the published
+            response-only scheme): cheaper, and another gradient.
+        span_tokens: tokens of a row executed at once in capture, replay and unwind, or "auto".
+        replay_rows: responses replayed together, or "auto".
+        page_tokens: tokens on a page of state; a shared prefix shorter than a page isn't split off.
+        grad_dtype: accumulation dtype of state and parameter gradients (never narrower than the tensor's own).
+        inner_backend: what runs graphs without a model region: "eager", "inductor", or any torch.compile backend.
+        rules: further architecture rules, tried before the built-in ones.
+        progress: show a bar over spans (needs tqdm).
+        check: "off", "structure" (invariants after every pass), or "numbers" (also compare with eager at first call).
+    """
+
+    prompt_grad: Literal["exact", "none"] = "exact"
+    span_tokens: int | Literal["auto"] = "auto"
+    replay_rows: int | Literal["auto"] = "auto"
+    page_tokens: int = 64
+    grad_dtype: torch.dtype = torch.float32
+    inner_backend: str | Any = "eager"
+    rules: tuple[Any, ...] = ()
+    progress: bool = False
+    check: Literal["off", "structure", "numbers"] = "structure"
+
+    def __post_init__(self) -> None:
+        _one_of("prompt_grad", self.prompt_grad, ("exact", "none"))
+        _one_of("check", self.check, ("off", "structure", "numbers"))
+        for name in ("span_tokens", "replay_rows"):
+            if getattr(self, name) != "auto":
+                _positive(name, getattr(self, name))
+        _positive("page_tokens", self.page_tokens)
+        if isinstance(self.grad_dtype, str):
+            _one_of("grad_dtype", self.grad_dtype, tuple(_GRAD_DTYPES))
+            object.__setattr__(self, "grad_dtype", _GRAD_DTYPES[self.grad_dtype])
+        if not (isinstance(self.grad_dtype, torch.dtype) and self.grad_dtype.is_floating_point):
+            raise OptionsError(f"grad_dtype={self.grad_dtype!r} is not a floating point dtype.")
+        if not isinstance(self.progress, bool):
+            raise OptionsError(f"progress={self.progress!r}: expected True or False.")
+        object.__setattr__(self, "rules", tuple(self.rules))
+
+    @classmethod
+    def of(cls, given: Options | Mapping[str, Any] | None) -> Options:
+        """Return the record for what a user gave: a record, a mapping of names, or nothing."""
+        if given is None:
+            return cls()
+        if isinstance(given, Options):
+            return given
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise OptionsError(
+                f"Unknown option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}.",
+                remedy=f"Known options: {', '.join(known)}.",
+            )
+        return cls(**given)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionsError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionsError(f"{name}={value!r}: expected a positive integer{' or auto' if '_' in name else ''}.")

@@ -1,0 +1,168 @@
+"""find_branches: which nodes belong to which pass of a model over the tokens, and what kind of value each node is.
+
+In: `Normalised`. Out: `Branched`. The kinds:
+
+    size        a number known from the inputs' shapes
+    light       at most a few numbers per token, computed from inputs without gradient: ids, padding masks, positions
+    invariant   depends on parameters only
+    block       two token dims, computed from light values: masks and biases; never built whole
+    region      hidden values of the model, everything with a width from the embedding to the logits
+    tail        narrow values computed from hidden ones, with no hidden value after them: log-probabilities to the loss
+
+A branch is a set of region and tail nodes that hidden values connect: one pass over the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from longstraw import ops
+from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.compat import expression
+from longstraw.errors import StaticTokens, user_line
+from longstraw.stages import Branched, Input, Normalised, Sizes
+
+aten = torch.ops.aten
+NARROW = 4
+"""A value with at most this many numbers per token is small enough to be held for all rows and tokens."""
+_SMALL_CONSTANT = 1 << 20
+
+
+def find_branches(step: Normalised) -> Branched:
+    """Return the step with the kind of every node, and its branches."""
+    graph = step.module.graph
+    sizes = _find_sizes(graph)
+    kinds = _find_kinds(graph, step.inputs, sizes)
+    return Branched(step.module, step.inputs, step.options, sizes, kinds, _components(graph, kinds))
+
+
+def has_region(step: Normalised) -> bool:
+    """Return whether a graph contains a model: something that reads a table by tokens, or attends."""
+    return any(True for _ in _entries(step.module.graph))
+
+
+def _entries(graph: fx.Graph) -> Any:
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is ops.attention:
+            shape = node.args[0].meta["val"].shape
+            yield node, shape[0], shape[2]
+        elif packet(node.target) is aten.embedding:
+            shape = arguments(node)["indices"].meta["val"].shape
+            if len(shape) == 2:
+                yield node, shape[0], shape[1]
+
+
+def _find_sizes(graph: fx.Graph) -> Sizes:
+    """Return the sizes of rows and tokens, told by attention, or by the token embedding when nothing attends."""
+    entries = sorted(_entries(graph), key=lambda e: e[0].target is not ops.attention)
+    for node, rows, tokens in entries:
+        if not expression(tokens).free_symbols:
+            raise StaticTokens(
+                f"The number of tokens of a row was traced as the constant {tokens}.",
+                where=user_line(node.meta.get("stack_trace")),
+                remedy="The model's code turns the length into a Python number or loops over tokens; or prompt and "
+                "response both have a single token. Lengths must stay symbolic under torch.compile.",
+            )
+        return Sizes(rows, tokens)
+    raise AssertionError("a graph without a model was given to find_branches")
+
+
+def width(value: torch.Tensor) -> int:
+    """Return how many numbers a value has per row and token: the product of its plain dims."""
+    count = 1
+    for size in value.shape:
+        expr = expression(size)
+        if not expr.free_symbols:
+            count *= int(expr)
+    return count
+
+
+def token_dims(value: torch.Tensor, sizes: Sizes) -> int:
+    """Return how many of a value's dims have a size that depends on the number of tokens."""
+    symbols = sizes.tokens_expr.free_symbols - sizes.rows_expr.free_symbols
+    return sum(bool(expression(size).free_symbols & symbols) for size in value.shape)
+
+
+def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dict[fx.Node, str]:
+    trains = {i.name: i.requires_grad for i in inputs}
+    kinds: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        kinds[node] = _kind(node, kinds, trains, sizes)
+    _mark_tail(graph, kinds)
+    return kinds
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    found = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in found if isinstance(v, torch.Tensor)]
+
+
+def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], sizes: Sizes) -> str:
+    values = _values(node)
+    if not values:
+        return "size"
+    symbolic = any(expression(size).free_symbols for value in values for size in value.shape)
+    wide = max(width(value) for value in values) > NARROW
+    square = any(token_dims(value, sizes) > 1 for value in values)
+    if node.op == "placeholder":
+        if trains[node.name]:
+            return "region" if symbolic and wide else "invariant"
+        return "block" if square else "region" if symbolic and wide else "light"
+    if node.op == "get_attr":
+        return "light"
+    operands = {kinds[x] for x in tensors((node.args, node.kwargs))}
+    if "region" in operands:
+        return "region"
+    if "invariant" in operands:
+        return "region" if symbolic else "invariant"
+    if square or "block" in operands:
+        return "block"
+    if not symbolic:
+        return "light" if width(values[0]) <= _SMALL_CONSTANT else "invariant"
+    return "region" if wide else "light"
+
+
+def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
+    """Mark narrow region values with no hidden value after them."""
+    leads_on: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if kinds.get(node) != "region":
+            continue
+        after = any(user in leads_on for user in node.users)
+        values = _values(node)
+        wide = any(width(value) > NARROW for value in values) or node.target is ops.attention or node.op == "placeholder"
+        if after or wide:
+            leads_on.add(node)
+        else:
+            kinds[node] = "tail"
+
+
+def _components(graph: fx.Graph, kinds: dict[fx.Node, str]) -> tuple[tuple[fx.Node, ...], ...]:
+    """Return the connected sets of region nodes that contain a model, in graph order, each with its tail left out."""
+    leader: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while leader[node] is not node:
+            leader[node] = leader[leader[node]]
+            node = leader[node]
+        return node
+
+    region = [node for node in graph.nodes if kinds.get(node) == "region"]
+    for node in region:
+        leader[node] = node
+        for operand in tensors((node.args, node.kwargs)):
+            if kinds.get(operand) == "region":
+                leader[find(operand)] = find(node)
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in region:
+        groups.setdefault(find(node), []).append(node)
+    return tuple(tuple(group) for group in groups.values())
+

@@ -1,0 +1,80 @@
+"""find_token_dim: which dim of every hidden value runs over tokens, which over rows.
+
+In: `Branched`. Out: `Located`: a layout for every region node, and the layout in which each op reads its light operands.
+Rules come from the user's `Options(rules=...)`, then `arch.layout_rules()`; elementwise ops need none. An op without a
+rule is an error that names the user's line. In the tail (log-probabilities to loss) ops need not keep tokens apart: a node
+without a layout there belongs to the objective.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from longstraw import arch, ops
+from longstraw.arch import aten as aten_rules
+from longstraw.arch.rules import LayoutRule, Reader, packet, tensors
+from longstraw.errors import LongstrawError
+from longstraw.stages import Branched, Layout, Located
+
+
+def find_token_dim(step: Branched) -> Located:
+    """Return the step with the layout of every node of the model region."""
+    table: dict[Any, LayoutRule] = {**arch.layout_rules(), **{rule.target: rule.layout for rule in step.options.rules}}
+    kinds = step.kinds
+    layouts: dict[fx.Node, Any] = {}
+    reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "size"))
+    for node in step.module.graph.nodes:
+        kind = kinds.get(node)
+        if kind == "region":
+            layouts[node] = _layout(reader, node, table, kinds)
+        elif kind == "tail" and all(kinds.get(x) != "tail" or x in layouts for x in node.all_input_nodes):
+            demands = dict(reader.demands)
+            try:
+                layouts[node] = _layout(reader, node, table, kinds)
+            except LongstrawError:
+                reader.demands = demands
+                if _reads_hidden(node, kinds):
+                    raise
+    return Located(
+        step.module,
+        step.inputs,
+        step.options,
+        step.sizes,
+        kinds,
+        step.branches,
+        layouts,
+        reader.demands,
+        frozenset(reader.local),
+    )
+
+
+def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
+    return any(kinds.get(x) == "region" for x in tensors((node.args, node.kwargs)))
+
+
+def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kinds: Mapping[fx.Node, str]) -> Any:
+    if node.op == "placeholder":
+        return _input_layout(reader, node)
+    if node.target is operator.getitem:
+        return aten_rules.getitem(reader, node)
+    rule = table.get(node.target) or table.get(packet(node.target))
+    if node.target is not ops.attention and any(kinds.get(x) == "block" for x in node.all_input_nodes):
+        reader.unsupported(node, "it combines hidden values with a mask or bias over pairs of tokens outside attention")
+    if rule is None:
+        if not aten_rules.is_pointwise(node.target):
+            reader.unsupported(node, "no rule says what it does along the token dim")
+        rule = aten_rules.pointwise
+    return rule(reader, node)
+
+
+def _input_layout(reader: Reader, node: fx.Node) -> Layout:
+    located = reader.sizes.locate_shape(reader.shape(node))
+    if located is None:
+        reader.unsupported(node, "the input's size is neither rows nor tokens of the step")
+    return located
+
+

@@ -1,0 +1,206 @@
+"""insert_state: what each mixing op needs of earlier tokens, and graphs that read and write it.
+
+In: `Partitioned`. Out: `WithState`. For attention the state is keys and values. Between the projection and the attention's
+operands stand ops that only rearrange and repeat numbers (head repetition, transposes); the state is the cheapest value
+in bytes per token on that way from which the operand can be rebuilt: with grouped-query attention, the keys and values
+before repetition. Values that several attentions share are one slot. Masks become block programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from longstraw import ops
+from longstraw.arch import masks as mask_rules
+from longstraw.arch.rules import packet
+from longstraw.blocks import BlockProgram
+from longstraw.errors import UnsupportedMask, user_line
+from longstraw.passes.find_branches import width
+from longstraw.stages import Carved, Located, Partitioned, Segment, Site, Slot, Stateful, WithState
+
+aten = torch.ops.aten
+_REARRANGES = (
+    aten.reshape,
+    aten.expand,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.transpose,
+    aten.permute,
+    aten.slice,
+    aten.repeat,
+    aten.repeat_interleave,
+)
+
+
+def insert_state(step: Partitioned) -> WithState:
+    """Return the step with every branch able to run span by span."""
+    return WithState(step, tuple(_stateful(step.step, segment) for segment in step.segments))
+
+
+def _stateful(step: Located, segment: Segment) -> Stateful:
+    builder = _Builder(step, segment.body)
+    for node in [n for n in builder.graph.nodes if n.target is ops.attention]:
+        builder.replace(node)
+    return builder.finish(segment)
+
+
+class _Builder:
+    def __init__(self, step: Located, body: Carved) -> None:
+        self.step = step
+        self.original_masks = body.inputs.masks
+        self.module, self.graph = body.module, fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        self.span = self.graph.placeholder("span")
+        outputs: Any = ()
+        for node in body.module.graph.nodes:
+            if node.op == "output":
+                outputs = map_arg(node.args[0], env.__getitem__)
+            else:
+                env[node] = self.graph.node_copy(node, env.__getitem__)
+        self.frontier: tuple[fx.Node, ...] = outputs
+        self.mask_of = {
+            env[n]: original
+            for n, original in zip(_placeholders(body.module, "mask_"), self.original_masks, strict=True)
+        }
+        self.rows, self.tokens = (n for n in self.graph.nodes if n.op == "placeholder" and n.name in ("rows", "tokens"))
+        self.slots: dict[fx.Node, Slot] = {}
+        self.sites: list[Site] = []
+        self.programs: dict[fx.Node, BlockProgram] = {}
+
+    def replace(self, node: fx.Node) -> None:
+        """Turn one attention into its stateful form."""
+        query, key, value, masks, causal, scale, score, score_inputs, sink = node.args
+        line = user_line(node.meta.get("stack_trace"))
+        kept = [self._state(x, line) for x in (key, value)]  # type: ignore[arg-type]
+        places = [list(self.slots).index(x) for x in kept]
+        programs = [self._program(self.mask_of[m], line) for m in masks]  # type: ignore[union-attr, index]
+        module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
+        self.sites.append(Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line))  # type: ignore[arg-type]
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(
+                ops.attend, (self.span, len(self.sites) - 1, query, *kept, tuple(score_inputs), sink)  # type: ignore[arg-type]
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        self.frontier = tuple(new if n is node else n for n in self.frontier)
+        self.graph.erase_node(node)
+        if isinstance(score, fx.Node) and not score.users:
+            self.graph.erase_node(score)
+
+    def _program(self, mask: fx.Node, line: str) -> int:
+        if mask not in self.programs:
+            kinds = self.step.kinds
+            try:
+                program = mask_rules.block_program(mask, is_light=lambda n: kinds.get(n) in ("light", "size"))
+            except mask_rules.UnsupportedMask as error:
+                raise UnsupportedMask(
+                    f"An attention mask can't be computed block by block: {error}.",
+                    where=line,
+                    remedy="A mask must be elementwise in query and key positions and per-token values.",
+                ) from error
+            self.programs[mask] = program
+        return list(self.programs).index(mask)
+
+    def _state(self, operand: fx.Node, line: str) -> fx.Node:
+        """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""
+        kept = self._before_repetition(operand)
+        if kept not in self.slots:
+            value = kept.meta["val"]
+            self.slots[kept] = Slot(kept.name, int(value.shape[1]), int(value.shape[3]), value.dtype, line)
+        return kept
+
+    def _before_repetition(self, operand: fx.Node) -> fx.Node:
+        """Return the cheapest value `[rows, heads / g, tokens, width]` of which the operand repeats every head g times."""
+        chain = [operand]
+        while chain[-1].op == "call_function" and packet(chain[-1].target) in _REARRANGES:
+            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        if len(chain) == 1:
+            return operand
+        values = self._index_values(chain)
+        whole = values[operand]
+        heads = whole.shape[1]
+        for group in sorted((g for g in range(2, heads + 1) if heads % g == 0), reverse=True):
+            first = whole[:, ::group]
+            if not torch.equal(first.repeat_interleave(group, 1), whole):
+                continue
+            for node in chain[1:]:
+                if values[node].shape == first.shape and torch.equal(values[node], first):
+                    return node
+            with self.graph.inserting_after(operand):
+                new = self.graph.call_function(aten.slice.Tensor, (operand, 1, 0, heads, group))
+            layout = operand.meta["layout"]
+            new.meta = {**operand.meta, "val": operand.meta["val"][:, ::group]}
+            new.meta["layout"] = (layout[0], ((heads // group,) * 2,), *layout[2:])
+            return new
+        return operand
+
+    def _index_values(self, chain: list[fx.Node]) -> dict[fx.Node, torch.Tensor]:
+        """Run a chain of rearranging ops on the positions of its source's elements, for 2 rows and 3 tokens."""
+        source = chain[-1]
+        static = self.step.sizes.is_static(self.step.sizes.rows)
+        env: dict[fx.Node, Any] = {self.rows: 1 if static else 2, self.tokens: 3}
+
+        def run(node: fx.Node) -> Any:
+            if node not in env:
+                args = map_arg(node.args, run)
+                kwargs = map_arg(node.kwargs, run)
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            return env[node]
+
+        shape = []
+        for dim in source.meta["layout"]:
+            size = 1
+            for factor in dim:
+                size *= {"Rows": env[self.rows], "Tokens": 3}.get(type(factor).__name__) or factor[0]
+            shape.append(size)
+        env[source] = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        return {node: run(node) for node in chain}
+
+    def finish(self, segment: Segment) -> Stateful:
+        """Return the three graphs and the tables."""
+        for placeholder in self.mask_of:
+            self.graph.erase_node(placeholder)
+        capture = self._graph(tuple(self.slots))
+        return Stateful(
+            segment,
+            capture,
+            self._graph(self.frontier),
+            self._graph((*self.slots, *self.frontier)),
+            tuple(self.slots.values()),
+            tuple(self.sites),
+            tuple(self.programs.values()),
+            _bytes_per_token(self.graph),
+        )
+
+    def _graph(self, outputs: tuple[fx.Node, ...]) -> fx.GraphModule:
+        needed: set[fx.Node] = set()
+        stack = list(outputs)
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder" or node in needed:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[node] for node in outputs))
+        return fx.GraphModule(self.module, graph)
+
+
+def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith(prefix)]
+
+
+def _bytes_per_token(graph: fx.Graph) -> int:
+    """Return about how many bytes per token the autograd graph of a span keeps."""
+    return sum(
+        width(node.meta["val"]) * node.meta["val"].element_size()
+        for node in graph.nodes
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+    )

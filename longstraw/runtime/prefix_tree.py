@@ -1,0 +1,82 @@
+"""Which rows share which tokens.
+
+A node covers a run of tokens of some rows that are equal in everything the model reads. Its children continue from its
+last token. Rows that go separate ways are batched in leaves that run together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+CommonPrefix = Callable[[int, Sequence[int]], list[int]]
+
+
+@dataclass
+class Node:
+    """Tokens `start` to `stop` of `rows`.
+
+    Attributes:
+        shared: all rows are equal here and run as one; otherwise each row runs for itself, side by side.
+    """
+
+    rows: list[int]
+    start: int
+    stop: int
+    shared: bool
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are run."""
+        return 1 if self.shared else len(self.rows)
+
+
+def build(rows: Sequence[int], *, stop: int, common: CommonPrefix, least: int, batch: Callable[[int], int]) -> Node:
+    """Return the tree of rows whose tokens end at `stop`.
+
+    Args:
+        rows: row numbers.
+        stop: end of all rows.
+        common: `(row, rows) -> tokens that each of rows has in common with row, from the beginning`.
+        least: a shared run shorter than this isn't split off (except at the beginning).
+        batch: `tokens per row -> rows that run together`.
+    """
+    return _node(list(rows), 0, stop, common, least, batch)
+
+
+def _node(
+    rows: list[int], start: int, stop: int, common: CommonPrefix, least: int, batch: Callable[[int], int]
+) -> Node:
+    shared = min(min(common(rows[0], rows)), stop)
+    node = Node(rows, start, shared, shared=True)
+    if shared == stop:
+        return node
+    alone: list[int] = []
+    left = rows
+    while left:
+        lengths = common(left[0], left)
+        close = [row for row, length in zip(left, lengths, strict=True) if min(length, stop) - shared >= least]
+        if len(close) > 1 and len(close) < len(rows):
+            node.children.append(_node(close, shared, stop, common, least, batch))
+        else:
+            close = left[:1]
+            alone += close
+        left = [row for row in left if row not in close]
+    size = batch(stop - shared)
+    node.children += [
+        Node(alone[i : i + size], shared, stop, shared=False) for i in range(0, len(alone), size)
+    ]
+    return node
+
+
+def split_at(node: Node, token: int) -> Node:
+    """Return the tree with no node on both sides of a token."""
+    node.children = [split_at(child, token) for child in node.children]
+    if node.start < token < node.stop:
+        if node.shared or len(node.rows) == 1:
+            rest = Node(node.rows, token, node.stop, node.shared, node.children)
+            return Node(node.rows, node.start, token, node.shared, [rest])
+        rest = Node(node.rows, token, node.stop, False, node.children)
+        return Node(node.rows, node.start, token, False, [rest])
+    return node

@@ -1,0 +1,380 @@
+"""One branch's graphs, run on a span of some rows: the only place that calls them.
+
+`Runner` binds a branch to the inputs of one step. `forward` runs a span without autograd; `backward` runs it again with
+autograd, sends the gradients of its results and of its state through it, and leaves parameter gradients in the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from longstraw.errors import UnsupportedMask
+from longstraw.runtime import attention
+from longstraw.runtime.attention import KeyRange
+from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
+from longstraw.runtime.layouts import Place, put, sum_rows, take
+from longstraw.runtime.state import Store
+from longstraw.stages import Head, Segment, SegmentInputs, Site, Stateful
+
+Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Where:
+    """A span: tokens `lo` to `hi` of `rows`, after the state in `path`.
+
+    Attributes:
+        rows: the rows that are run (one of them when they are shared).
+        targets: the rows that the results are for.
+        path: stores of the tokens before the span, outermost first.
+    """
+
+    rows: Rows
+    targets: Rows
+    lo: int
+    hi: int
+    path: tuple[Store, ...]
+
+
+class _Span:
+    """What stateful graphs call back to."""
+
+    def __init__(self, sites: Sequence[Site], blocks: Sequence[Blocks], where: Where) -> None:
+        self._sites, self._blocks, self._where = sites, blocks, where
+
+    def attend(
+        self, site: int, query: Tensor, key: Tensor, value: Tensor, score_inputs: tuple[Tensor, ...], sink: Tensor | None
+    ) -> Tensor:
+        known = self._sites[site]
+        ranges = (store.ranges(known.key_slot, known.value_slot) for store in self._where.path)
+        earlier: list[KeyRange] = [found for found in ranges if found is not None]
+        score = known.score
+        return attention.attend(
+            query,
+            key,
+            value,
+            start=self._where.lo,
+            earlier=earlier,
+            blocks=self._blocks[site],
+            scale=known.scale,
+            score=None if score is None else lambda raw, q0, q1, k0, k1, *inputs: score(raw, *inputs),
+            score_inputs=score_inputs,
+            sink=sink,
+        )
+
+
+class Runner:
+    """A branch with the inputs of one step.
+
+    Args:
+        branch: its graphs.
+        values: every light value and parameter, by node of the step.
+        num_rows: rows of the step.
+        place: `layout -> Place` with this step's numbers.
+        tile_bytes: how much a tile of a head's tokens may hold.
+    """
+
+    def __init__(
+        self,
+        branch: Stateful,
+        values: Mapping[fx.Node, Any],
+        *,
+        num_rows: int,
+        place: Callable[[Any], Place],
+        tile_bytes: int,
+    ) -> None:
+        self.branch, self.num_rows, self.place = branch, num_rows, place
+        self._values = values
+        self._tile_bytes = tile_bytes
+        segment = branch.segment
+        self.windows = [(self.place_window(head).start, self.place_window(head).stop) for head in segment.heads]
+        self._blocks: dict[Rows, list[Blocks]] = {}
+
+    @property
+    def segment(self) -> Segment:
+        """The branch's partition."""
+        return self.branch.segment
+
+    def place_window(self, head: Head) -> Place:
+        """Return the tokens that a head's results cover, as a place."""
+        return self.place(((head.window,),))
+
+    # --- masks ------------------------------------------------------------------------------------------------------
+
+    def blocks(self, rows: Rows) -> list[Blocks]:
+        """Return what each attention may see, for these rows."""
+        if rows not in self._blocks:
+            programs = [
+                bind(program, [self._values[node] for node in program.inputs], list(rows), finite_floor_is_unseen=True)
+                for program in self.branch.masks
+            ]
+            table: list[Blocks] = []
+            for site in self.branch.sites:
+                found: Blocks = CausalBlocks() if site.causal else EverySeen()
+                for i, index in enumerate(site.masks):
+                    found = programs[index] if i == 0 and not site.causal else both(found, programs[index])
+                table.append(found)
+            self._blocks[rows] = table
+        return self._blocks[rows]
+
+    def check_causal(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
+        """Refuse masks that let a query of the span see tokens after the span."""
+        if hi >= stop:
+            return
+        for site, blocks in {id(b): (s, b) for s, b in zip(self.branch.sites, self.blocks(rows), strict=True)}.values():
+            if blocks.verdict(lo, hi, hi, stop) == "none":
+                continue
+            for k in range(hi, stop, 2048):
+                block = blocks.tensor(lo, hi, k, min(k + 2048, stop))
+                seen = block if block.dtype == torch.bool else block > -1e30
+                if bool(seen.any()):
+                    raise UnsupportedMask(
+                        "Attention lets a token see later tokens: the model is not causal.",
+                        where=site.line,
+                        remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to causal.",
+                    )
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def results_overlap(self, lo: int, hi: int) -> bool:
+        """Return whether any result belongs to these tokens."""
+        return any(max(lo, start) < min(hi, stop) for start, stop in self.windows)
+
+    def forward(self, where: Where, results: Sequence[Tensor], *, keep: Store | None) -> None:
+        """Run a span without autograd: append its state to `keep`, write its results."""
+        wanted = self.results_overlap(where.lo, where.hi)
+        if not wanted and keep is None:
+            return
+        graph = self.branch.relay if wanted and keep is not None else self.branch.score if wanted else self.branch.capture
+        outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *self._arguments(where, None))
+        if keep is not None:
+            keep.append(outputs[: len(self.branch.slots)])
+        if wanted:
+            hidden = outputs[len(outputs) - len(self.segment.frontier) :]
+            for head, lo, hi in self._tiles(where):
+                values = self._run_head(head, where, lo, hi, hidden, None)
+                for index, value in zip(head.results, values, strict=True):
+                    self._put_result(results[index], value, index, where, lo, hi)
+
+    def backward(
+        self,
+        where: Where,
+        result_grads: Sequence[Tensor | None],
+        leaves: Leaves,
+        *,
+        state_grads: Sequence[Tensor] | None,
+    ) -> None:
+        """Run a span with autograd and send gradients through it.
+
+        Args:
+            where: the span, with `path` restored to the tokens before it.
+            result_grads: gradients of all results, whole; None for results without one.
+            leaves: where parameter gradients go.
+            state_grads: gradients of the state that the span appends, one for each slot; None when nothing reads it.
+        """
+        wanted = self.results_overlap(where.lo, where.hi)
+        if not wanted and state_grads is None:
+            return
+        with torch.enable_grad():
+            arguments = self._arguments(where, leaves)
+            graph = self.branch.relay if wanted and state_grads else self.branch.score if wanted else self.branch.capture
+            outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *arguments)
+            count = len(self.branch.slots) if state_grads else 0
+            pairs = [(out, grad) for out, grad in zip(outputs[:count], state_grads or (), strict=True)]
+            if wanted:
+                hidden = outputs[count:]
+                pairs += zip(hidden, self._head_gradients(where, hidden, result_grads, leaves), strict=True)
+            pairs = [(out, grad.to(out.dtype)) for out, grad in pairs if out.requires_grad]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        leaves.collect(where)
+
+    def _head_gradients(
+        self, where: Where, hidden: Sequence[Tensor], result_grads: Sequence[Tensor | None], leaves: Leaves
+    ) -> list[Tensor]:
+        """Run the heads forward and backward, tile by tile; return the gradients of the frontier."""
+        total = [torch.zeros_like(h) for h in hidden]
+        cut = [h.detach().requires_grad_(h.is_floating_point()) for h in hidden]
+        for head, lo, hi in self._tiles(where):
+            grads = [self._take_grad(result_grads[index], index, where, lo, hi) for index in head.results]
+            values = self._run_head(head, where, lo, hi, cut, leaves)
+            pairs = [(v, g.to(v.dtype)) for v, g in zip(values, grads, strict=True) if g is not None and v.requires_grad]
+            if pairs:
+                torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+            for sum_, leaf in zip(total, cut, strict=True):
+                if leaf.grad is not None:
+                    sum_ += leaf.grad
+                    leaf.grad = None
+        return total
+
+    def _tiles(self, where: Where) -> Iterator[tuple[Head, int, int]]:
+        for head, (start, stop) in zip(self.segment.heads, self.windows, strict=True):
+            lo, hi = max(where.lo, start), min(where.hi, stop)
+            size = max(1, self._tile_bytes // max(1, head.bytes_per_token * len(where.rows)))
+            for at in range(lo, hi, size):
+                yield head, at, min(at + size, hi)
+
+    def _run_head(
+        self, head: Head, where: Where, lo: int, hi: int, hidden: Sequence[Tensor], leaves: Leaves | None
+    ) -> tuple[Tensor, ...]:
+        count = len(where.rows)
+        cut = [
+            take(
+                value,
+                self.place(self._frontier_layout(i)),
+                num_rows=count,
+                rows=None,
+                covers=(where.lo, where.hi),
+                lo=lo,
+                hi=hi,
+            )
+            for i, value in enumerate(hidden)
+        ]
+        inputs = self._inputs(head.graph.inputs, where, lo, hi, leaves)
+        return head.graph.module(count, hi - lo, *inputs, *cut)  # type: ignore[no-any-return]
+
+    def _frontier_layout(self, index: int) -> Any:
+        head = self.segment.heads[0].graph.module
+        return [n for n in head.graph.nodes if n.op == "placeholder" and n.name.startswith("hidden_")][index].meta["layout"]
+
+    def _arguments(self, where: Where, leaves: Leaves | None) -> list[Any]:
+        inputs = self._inputs(self.segment.body.inputs, where, where.lo, where.hi, leaves)
+        return [len(where.rows), where.hi - where.lo, *inputs]
+
+    def _inputs(self, inputs: SegmentInputs, where: Where, lo: int, hi: int, leaves: Leaves | None) -> list[Any]:
+        parameters = [
+            self._values[node].detach() if leaves is None else leaves.parameter(node) for node in inputs.parameters
+        ]
+        tokens = []
+        for wanted in inputs.tokens:
+            place = self.place(wanted.layout)
+            value = take(
+                self._values[wanted.node].detach(),
+                place,
+                num_rows=self.num_rows,
+                rows=where.rows,
+                covers=(place.start, place.stop),
+                lo=lo,
+                hi=hi,
+            )
+            tokens.append(value if leaves is None else leaves.token_input(wanted.node, value, place, where, lo, hi))
+        return [*parameters, *(self._values[node] for node in inputs.values), *tokens]
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def result_place(self, index: int) -> Place:
+        """Return the layout of a result."""
+        head = next(h for h in self.segment.heads if index in h.results)
+        output = next(iter(reversed(head.graph.module.graph.nodes))).args[0]
+        return self.place(output[head.results.index(index)].meta["layout"])  # type: ignore[index, union-attr]
+
+    def _put_result(self, whole: Tensor, part: Tensor, index: int, where: Where, lo: int, hi: int) -> None:
+        place = self.result_place(index)
+        put(
+            whole,
+            part,
+            place,
+            num_rows=self.num_rows,
+            rows=where.targets,
+            part_rows=len(where.rows),
+            lo=lo,
+            hi=hi,
+        )
+
+    def _take_grad(self, whole: Tensor | None, index: int, where: Where, lo: int, hi: int) -> Tensor | None:
+        if whole is None:
+            return None
+        place = self.result_place(index)
+        part = take(
+            whole, place, num_rows=self.num_rows, rows=where.targets, covers=(place.start, place.stop), lo=lo, hi=hi
+        )
+        if len(where.rows) == len(where.targets):
+            return part
+        return sum_rows(part, place, len(where.targets), hi - lo)
+
+
+class Leaves:
+    """Where gradients of parameters and of differentiable inputs accumulate during replay and unwind.
+
+    Args:
+        values: parameters and differentiable token inputs, by node of the step.
+        wanted: which of them need a gradient.
+        dtype: parameter gradients accumulate in at least this dtype.
+        num_rows: rows of the step.
+    """
+
+    def __init__(
+        self, values: Mapping[fx.Node, Tensor], wanted: Sequence[fx.Node], *, dtype: torch.dtype, num_rows: int
+    ) -> None:
+        self._values, self._num_rows = values, num_rows
+        self._wanted = set(wanted)
+        self._sums: dict[fx.Node, Tensor] = {}
+        self._leaves: dict[fx.Node, Tensor] = {}
+        self._parts: list[tuple[fx.Node, Tensor, Place, Where, int, int]] = []
+        self._dtype = dtype
+
+    def parameter(self, node: fx.Node) -> Tensor:
+        """Return the leaf that stands for a parameter in the spans' graphs."""
+        value = self._values[node]
+        if node not in self._wanted:
+            return value.detach()
+        if node not in self._leaves:
+            leaf = value.detach().requires_grad_()
+            wide = torch.promote_types(value.dtype, self._dtype)
+            if wide != value.dtype:
+                self._sums[node] = torch.zeros_like(value, dtype=wide)
+                leaf.register_post_accumulate_grad_hook(self._drain(node))
+            self._leaves[node] = leaf
+        return self._leaves[node]
+
+    def _drain(self, node: fx.Node) -> Callable[[Tensor], None]:
+        total = self._sums[node]
+
+        def hook(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            total.add_(leaf.grad)
+            leaf.grad = None
+
+        return hook
+
+    def token_input(self, node: fx.Node, part: Tensor, place: Place, where: Where, lo: int, hi: int) -> Tensor:
+        """Return a part of a token input as a leaf when it needs a gradient."""
+        if node not in self._wanted:
+            return part
+        leaf = part.detach().requires_grad_()
+        self._parts.append((node, leaf, place, where, lo, hi))
+        return leaf
+
+    def collect(self, where: Where) -> None:
+        """Add the gradients of the span's token inputs to their sums."""
+        for node, leaf, place, at, lo, hi in self._parts:
+            if leaf.grad is None:
+                continue
+            if node not in self._sums:
+                value = self._values[node]
+                wide = torch.promote_types(value.dtype, self._dtype)
+                self._sums[node] = torch.zeros(value.shape, dtype=wide, device=value.device)
+            put(
+                self._sums[node],
+                leaf.grad,
+                place,
+                num_rows=self._num_rows,
+                rows=at.rows,
+                part_rows=len(at.rows),
+                lo=lo,
+                hi=hi,
+                add=True,
+            )
+        self._parts.clear()
+
+    def gradient(self, node: fx.Node) -> Tensor | None:
+        """Return the gradient of a parameter or input in its own dtype, or None when nothing reached it."""
+        if node in self._sums:
+            return self._sums[node].to(self._values[node].dtype)
+        leaf = self._leaves.get(node)
+        return None if leaf is None else leaf.grad
