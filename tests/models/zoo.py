@@ -34,6 +34,7 @@ SIZES: dict[str, object] = {
     **dict.fromkeys(("num_decoder_attention_heads", "swa_num_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups"), 2),
     **dict.fromkeys(("head_dim", "dim_head", "d_head", "kv_channels", "swa_head_dim", "attention_head_size"), 16),
+    "global_head_dim": 16,
     "rotary_dim": 8,
     # latent attention
     **dict.fromkeys(("q_lora_rank", "o_lora_rank"), 24),
@@ -83,13 +84,114 @@ SPECIAL_TOKENS = (
 PATTERNS = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "block_types")
 
 
+# Models of the mapping that aren't decoders of tokens, or that can't be built or run here.
+EXCLUDED: dict[str, str] = {
+    "blt": "bytes are grouped into patches by their values",
+    "cpmant": "attends to the whole prompt in both directions, told by the values of the tokens",
+    "dots3_note": "the vision tower's sizes hang on the text model's; dots3_note_text is the decoder",
+    "gemma3n": "needs timm; gemma3n_text is the decoder",
+    "gemma4_assistant": "drafts from another model's keys and values",
+    "gemma4_unified_assistant": "drafts from another model's keys and values",
+    "musicgen": "several codebooks of audio, not tokens",
+    "musicgen_melody": "several codebooks of audio, not tokens",
+    "xglm": "takes the limit of float64 for one of float32",
+    "xlm": "an encoder",
+    "xlnet": "attends in both directions",
+}
+# Something besides attention carries information from token to token: a recurrence or a convolution.
+RECURRENT = frozenset((
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop_text",
+    "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+))  # fmt: skip
+# Keys are chosen by their values or by an arrangement of the whole row, or the model branches on its inputs.
+OTHER = frozenset((
+    "axk2", "big_bird", "bigbird_pegasus", "dbrx", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text",
+    "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "prophetnet", "reformer",
+))  # fmt: skip
+
+# A model type with a part of its configuration changed.
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "max_position_embeddings": 16,
+        },
+    ),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+                "long_factor": [1.0 + 0.5 * index for index in range(8)], "original_max_position_embeddings": 16,
+                "partial_rotary_factor": 1.0,
+            },
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-one_kv_head": ("llama", {"num_key_value_heads": 1}),
+    "llama-one_layer": ("llama", {"num_hidden_layers": 1}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-sliding": (
+        "qwen3",
+        {
+            "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral-narrow_window": ("mistral", {"sliding_window": 2}),
+    "falcon-alibi": ("falcon", {"alibi": True}),
+    "falcon-new_decoder": ("falcon", {"new_decoder_architecture": True, "alibi": False}),
+    "olmo-clipped": ("olmo", {"clip_qkv": 0.5}),
+    "gemma4-shared_kv": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "stablelm-qk_norm": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "cohere-qk_norm": ("cohere", {"use_qk_norm": True}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "qwen3_moe-dense_and_sparse": ("qwen3_moe", {"mlp_only_layers": [0]}),
+}  # fmt: skip
+
+
 def names() -> list[str]:
-    """Every model type of the causal language model mapping."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every model type of the causal language model mapping that is a decoder and runs here."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in EXCLUDED]
+
+
+def mixing(name: str) -> str:
+    """How tokens meet in a model (or variant): "attention" alone, "recurrent" too, or "other"."""
+    name = VARIANTS[name][0] if name in VARIANTS else name
+    return "recurrent" if name in RECURRENT else "other" if name in OTHER else "attention"
 
 
 # What shrinking by name alone gets wrong, by model type: values, or None to leave the default alone.
 DECODER: dict[str, object] = {"is_decoder": True}
+SHORT_CONV: dict[str, object] = {"layer_types": ["conv", "full_attention"]}
 GROUPED: dict[str, object] = {"head_dim": 16, "num_key_value_heads": 2}
 LATENT: dict[str, object] = {"num_key_value_heads": 4}
 # fmt: off
@@ -151,7 +253,7 @@ ADJUST: dict[str, dict[str, object]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), GROUPED),
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), SHORT_CONV),
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
@@ -216,7 +318,13 @@ def build(
     seed: int = 0,
     **overrides: object,
 ) -> nn.Module:
-    """A tiny random model, in eval mode; `overrides` are configuration values."""
+    """A tiny random model of a type or variant, in eval mode; `overrides` are configuration values.
+
+    A type that has no `attention` of the kind asked for gets its own, written out.
+    """
+    if name in VARIANTS:
+        name, changed = VARIANTS[name]
+        overrides = {**changed, **overrides}
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

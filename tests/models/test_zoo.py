@@ -1,0 +1,65 @@
+"""Every decoder of transformers: a GRPO step compiled by longstraw equals eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.equality import assert_equal, compare, tolerance
+from tests.models import zoo
+from tests.steps import STEPS
+
+# One of each way of building attention, positions, norms, heads and experts: these run on every change.
+REPRESENTATIVE = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gemma3n_text",
+    "gemma4_text", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_oss", "opt", "bloom", "mpt", "falcon", "phi",
+    "phi3", "olmo2", "cohere2", "stablelm", "starcoder2", "deepseek_v3", "llama4_text", "granitemoe", "glm4",
+    "diffllama", "biogpt", "bart", "smollm3", "modernbert-decoder", "minicpm3",
+)  # fmt: skip
+OPTIONS = {"span_tokens": 7, "page_tokens": 4}
+
+
+def swept(name: str) -> pytest.ParameterSet:
+    """A model as a parameter, in the slow sweep unless it is representative."""
+    return pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.zoo)
+
+
+ATTENTION_ONLY = [name for name in [*zoo.names(), *zoo.VARIANTS] if zoo.mixing(name) == "attention"]
+
+
+@pytest.mark.parametrize("name", [swept(name) for name in [*zoo.names(), *zoo.VARIANTS]])
+def test_build_gives_a_decoder(name: str) -> None:
+    model = zoo.build(name)
+    ids = torch.randint(2, zoo.VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    logits = model(input_ids=ids).logits
+    assert torch.isfinite(logits).all()
+
+    logits.logsumexp(-1).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients and all(torch.isfinite(gradient).all() for gradient in gradients)
+
+    changed = ids.clone()
+    changed[:, 15:] = (changed[:, 15:] - 2 + 5) % (zoo.VOCAB - 2) + 2
+    with torch.no_grad():
+        later = (model(input_ids=changed).logits - logits)[:, :15].abs().max()
+        alone = (model(input_ids=ids[1:]).logits - logits[1:]).abs().max()
+    assert later < 1e-6, "a token reads later tokens"
+    assert alone < 1e-5, "a row reads other rows"
+
+
+@pytest.mark.parametrize("name", [swept(name) for name in ATTENTION_ONLY])
+def test_step_equals_eager(name: str) -> None:
+    model = zoo.build(name)
+    step = STEPS["grpo"]
+    inputs = step.inputs(model)
+    comparison = compare(step, model, inputs, options=OPTIONS)
+    print(name, comparison.describe(), sep="\n")
+    assert_equal(comparison, rtol=tolerance(step, model, inputs))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "phi3"])
+def test_step_equals_eager_with_attention_written_out(name: str) -> None:
+    model = zoo.build(name, attention="eager")
+    step = STEPS["grpo"]
+    inputs = step.inputs(model)
+    assert_equal(compare(step, model, inputs, options=OPTIONS), rtol=tolerance(step, model, inputs))

@@ -1,0 +1,81 @@
+"""Each way of writing a GRPO step: compiled by longstraw it equals eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.equality import assert_equal, compare, tolerance
+from tests.models import zoo
+from tests.steps import STEPS
+
+# Steps that together reach every part of a run: these also take spans of one token and spans longer than the prompt.
+ALL_SPANS = ("grpo", "padded_batch", "full_logits_masked", "entropy_bonus", "backward_inside", "long_response")
+
+
+def spans() -> list[pytest.ParameterSet]:
+    """Each step with spans of 7 tokens, and with spans of 1 and of all tokens (slow for most)."""
+    return [
+        pytest.param(name, span, id=f"{name}-{span}", marks=() if span == 7 or name in ALL_SPANS else pytest.mark.slow)
+        for name in STEPS
+        for span in (7, 1, 1000)
+    ]
+
+
+@pytest.mark.parametrize(("name", "span_tokens"), spans())
+def test_step_equals_eager(name: str, span_tokens: int) -> None:
+    step = STEPS[name]
+    model = zoo.build("qwen3", dtype=step.dtype)
+    inputs = step.inputs(model)
+    comparison = compare(step, model, inputs, options={"span_tokens": span_tokens, "page_tokens": 4})
+    assert_equal(comparison, rtol=tolerance(step, model, inputs))
+
+
+@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.one_graph])
+@pytest.mark.slow
+def test_step_is_one_graph(name: str) -> None:
+    step = STEPS[name]
+    model = zoo.build("qwen3", dtype=step.dtype)
+    compare(step, model, step.inputs(model), backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("name", ["grpo", "returns_metrics", "two_optimizer_steps"])
+def test_eager_equals_itself_row_by_row(name: str) -> None:
+    step = STEPS[name]
+    model = zoo.build("qwen3")
+    assert tolerance(step, model, step.inputs(model)) == 1e-10
+
+
+def test_compare_finds_a_wrong_gradient() -> None:
+    model = zoo.build("qwen3")
+    step = STEPS["grpo"]
+
+    def adds_to_one_gradient(model, prompt, responses, mask, old_logp, advantages):
+        loss = step.function(model, prompt, responses, mask, old_logp, advantages)
+        return loss + 1e-6 * (model.model.norm.weight.sum() - model.model.norm.weight.sum().detach())
+
+    comparison = compare(step, model, step.inputs(model), reference=adds_to_one_gradient, backend="eager")
+    assert comparison.outputs and max(comparison.outputs.values()) < 1e-14
+    assert max(comparison.gradients, key=comparison.gradients.get) == "model.norm.weight"
+    with pytest.raises(AssertionError, match=r"gradients model\.norm\.weight"):
+        assert_equal(comparison)
+
+
+def test_compare_finds_a_missing_gradient() -> None:
+    model = zoo.build("qwen3")
+    step = STEPS["grpo"]
+
+    def forgets_the_head(model, prompt, responses, mask, old_logp, advantages):
+        model.lm_head.weight.requires_grad_(False)
+        return step.function(model, prompt, responses, mask, old_logp, advantages)
+
+    comparison = compare(step, model, step.inputs(model), reference=forgets_the_head, backend="eager")
+    assert any("lm_head.weight" in line for line in comparison.mismatches)
+    with pytest.raises(AssertionError, match="lm_head"):
+        assert_equal(comparison)
+
+
+def test_compare_needs_a_reference_for_response_only_gradients() -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="reference"):
+        compare(STEPS["grpo"], model, {}, prompt_grad="none")
