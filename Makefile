@@ -17,7 +17,8 @@ setup: $(STAMP)  ## create .venv with the package, editable, and all development
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || test -n '$(PYTHON)' || { echo 'longstraw needs Python 3.11 or newer: make PYTHON=/path/to/python'; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo 'installing into $(VENV): the first time takes a few minutes'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP)  ## a GRPO step on real text, eager against longstraw: a table and a plot (about 3 minutes)

@@ -202,7 +202,10 @@ def print_steps(results):
         eager = next(
             (results[j] for j in results if (j.what, j.prompt, j.group) == ("eager", job.prompt, job.group)), {}
         )
-        ratios = [f"{eager[key] / r[key]:.1f}" if eager and eager is not r else "" for key in ("seconds", "bytes")]
+        ratios = [
+            f"{eager[key] / r[key]:.1f}" if eager and job.what in ("exact", "none") else ""
+            for key in ("seconds", "bytes")
+        ]
         numbers = [f"{r['seconds']:.2f}", f"{r['bytes'] / MIB:.0f}", *ratios]
         rows.append([job.prompt, job.group, names.get(job.what, job.what), *numbers])
     headers = ["P", "G", "", "seconds", "peak MiB", "times as fast", "times less memory"]

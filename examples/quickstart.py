@@ -300,6 +300,7 @@ def save_plot(records, args, path):
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for panel, key, scale, label in (
@@ -316,9 +317,13 @@ def save_plot(records, args, path):
         panel.set(xlabel="prompt tokens", ylabel=label, xscale="log", yscale="log")
         panel.set_xticks(args.lengths, [str(n) for n in args.lengths], rotation=30)
         panel.minorticks_off()
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3)
         panel.legend()
-    figure.suptitle(f"One GRPO step, {args.group} responses of {args.response} tokens, {args.threads} CPU threads")
+    figure.suptitle(
+        f"One GRPO step, {args.group} responses of up to {args.response} tokens, {args.threads} CPU threads"
+    )
     figure.savefig(path, dpi=120)
 
 
