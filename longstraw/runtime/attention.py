@@ -149,10 +149,22 @@ def _plan(call: _Call, tokens: int, *, builds_scores: bool) -> Iterator[_QueryTi
 
 
 def _is_causal(blocks: Blocks, q0: int, q1: int) -> bool:
+    """Whether tokens q0..q1 see one another by the lower triangle, without bias; looked at in small squares."""
     if blocks.verdict(q0, q1, q0, q1) != "mixed":
         return False
-    seen = blocks.tensor(q0, q1, q0, q1)
-    return seen.dtype == torch.bool and bool((seen == torch.ones_like(seen[0, 0]).tril()).all())
+    spans = [(a, min(a + MASK_TILE, q1)) for a in range(q0, q1, MASK_TILE)]
+    squares = sorted(((q, k) for q in spans for k in spans), key=lambda square: square[0] != square[1])
+    return all(_is_causal_square(blocks, *q, *k) for q, k in squares)
+
+
+def _is_causal_square(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> bool:
+    verdict = blocks.verdict(q0, q1, k0, k1)
+    if q0 != k0 and verdict != "mixed":
+        return verdict == ("all" if k0 < q0 else "none")
+    if blocks.tensor(q0, q0 + 1, k0, k0 + 1).dtype != torch.bool:
+        return False
+    seen = blocks.tensor(q0, q1, k0, k1)
+    return bool((seen == torch.ones_like(seen[0, 0]).tril(q0 - k0)).all())
 
 
 def _runs(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> list[tuple[str, int, int]]:

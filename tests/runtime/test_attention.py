@@ -76,7 +76,7 @@ PATTERNS = [causal, window, padded, packed, alibi, holed, nothing, everything]
 def softcap(raw, q0, q1, k0, k1, cap, slope):
     """Coordinates and per-head inputs both matter."""
     distance = torch.arange(q0, q1)[:, None] - torch.arange(k0, k1)[None, :]
-    return cap * torch.tanh(raw / cap) + slope[:, None, None] * distance.cos()
+    return cap * torch.tanh(raw / cap) + slope[:, None, None] * distance.to(raw.dtype).cos()
 
 
 @dataclass
@@ -230,6 +230,12 @@ def test_attend_equals_dense_softmax(pattern, ranges, tokens):
 def test_attend_in_many_tiles_equals_dense_softmax(pattern, score, sink, small_tiles):
     p = problem(pattern=pattern, ranges=((40, 1), (21, 2)), tokens=40, score=score, sink=sink)
     assert_equal_to_dense(p, key_tile=32)
+
+
+@pytest.mark.parametrize("pattern", [causal, window])
+def test_attend_in_tiles_of_the_real_size_equals_dense_softmax(pattern):
+    p = problem(pattern=pattern, ranges=((700, 1),), tokens=2300, rows=1, heads=1, key_heads=1, width=4)
+    assert_equal_to_dense(p, key_tile=512)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
