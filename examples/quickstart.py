@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 SIDES = ("eager", "longstraw")
-TOLERANCE = 1e-3  # of one parameter's float32 gradient, relative L2; in float64 it is 1e-10 (see tests/)
+TOLERANCE = 1e-4  # relative L2 of one gradient in float32; the tests hold float64 to 1e-10
 MIB = 2**20
 
 
@@ -302,7 +302,7 @@ def save_plot(records, args, path):
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     for panel, key, scale, label in (
         (panels[0], "bytes", MIB, "peak memory over baseline, MiB"),
         (panels[1], "seconds", 1, "seconds per step"),
@@ -320,7 +320,7 @@ def save_plot(records, args, path):
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.grid(alpha=0.3)
-        panel.legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(
         f"One GRPO step, {args.group} responses of up to {args.response} tokens, {args.threads} CPU threads"
     )
