@@ -48,15 +48,24 @@ class UnsupportedMask(Exception):
 
 
 def block_program(
-    node: fx.Node, *, is_light: Callable[[fx.Node], bool], query_dim: int = -2, key_dim: int = -1
+    node: fx.Node,
+    *,
+    is_light: Callable[[fx.Node], bool],
+    query_dim: int = -2,
+    key_dim: int = -1,
+    row_size: int | torch.SymInt | sympy.Expr | None = None,
 ) -> BlockProgram:
-    """Programs the blocks of the mask `node`. Light nodes become the program's inputs."""
+    """Programs the blocks of the mask `node`. Light nodes become the program's inputs.
+
+    Dim 0 counts rows where its size is a multiple of `row_size`. Without it: in a mask of four dims, and where the
+    size is symbolic.
+    """
     value = node.meta["val"]
     query_dim, key_dim = query_dim % value.ndim, key_dim % value.ndim
     cuts: list[Cut | None] = [None] * value.ndim
     cuts[query_dim], cuts[key_dim] = Cut(Side.QUERY), Cut(Side.KEY)
     if cuts[0] is None:
-        cuts[0] = _row_cut(value)
+        cuts[0] = _row_cut(value, row_size)
     builder = _Builder(is_light)
     demand = _without_ones(value, cuts)
     output = builder.slot(node, demand)
@@ -65,9 +74,11 @@ def block_program(
     )
 
 
-def _row_cut(value: torch.Tensor) -> Cut | None:
-    """The cut of a mask's dim 0: rows in a mask of four dims, else rows where the size is symbolic, or a multiple."""
+def _row_cut(value: torch.Tensor, row_size: int | torch.SymInt | sympy.Expr | None) -> Cut | None:
     size = expression(value.shape[0])
+    if row_size is not None:
+        inner = size / expression(row_size)
+        return Cut(Side.ROW, inner=int(inner)) if inner.is_Integer else None
     factor, rest = size.as_coeff_Mul()
     if value.ndim == 4:
         return Cut(Side.ROW)
@@ -354,7 +365,7 @@ _FILLS = (
 _ELEMENTWISE = (  # composite ops, which carry no pointwise tag
     *(aten.where, aten.masked_fill, aten.__and__, aten.__or__, aten.__xor__, aten.floor_divide, aten._to_copy),
     *(aten.less, aten.less_equal, aten.greater, aten.greater_equal, aten.not_equal),
-    *(aten.subtract, aten.multiply, aten.negative, aten.absolute, aten.true_divide, aten.divide, aten.clip),
+    *(aten.rsub, aten.subtract, aten.multiply, aten.negative, aten.absolute, aten.true_divide, aten.divide, aten.clip),
 )
 _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_VIEWS, _same_elements),
