@@ -364,7 +364,7 @@ def with_logp(model: nn.Module, values: dict, generator: torch.Generator) -> dic
     values["attention_mask"] = (ids != PAD).long()
     values["position_ids"] = (values["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        logits = model(input_ids=ids).logits
+        logits = model(input_ids=ids, use_cache=False).logits
         logp = selected_logp(logits[:, :-1].to(mask.dtype), ids[:, 1:])
     values["full_old_logp"] = logp + 0.2 * noise(*logp.shape)
     values["full_mask"] = torch.cat([torch.zeros(ids.shape[0], num_prompt - 1, dtype=mask.dtype), mask], 1)

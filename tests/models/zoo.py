@@ -94,6 +94,7 @@ EXCLUDED: dict[str, str] = {
     "gemma4_unified_assistant": "drafts from another model's keys and values",
     "musicgen": "several codebooks of audio, not tokens",
     "musicgen_melody": "several codebooks of audio, not tokens",
+    "reformer": "buckets keys by random hashes, and cuts the row into chunks that must divide its length",
     "xglm": "takes the limit of float64 for one of float32",
     "xlm": "an encoder",
     "xlnet": "attends in both directions",
@@ -108,7 +109,7 @@ RECURRENT = frozenset((
 # Keys are chosen by their values or by an arrangement of the whole row, or the model branches on its inputs.
 OTHER = frozenset((
     "axk2", "big_bird", "bigbird_pegasus", "dbrx", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text",
-    "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "prophetnet", "reformer",
+    "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "prophetnet",
 ))  # fmt: skip
 
 # A model type with a part of its configuration changed.
@@ -216,12 +217,13 @@ ADJUST: dict[str, dict[str, object]] = {
         **DECODER, "pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB,
         "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
     },
-    "reformer": {
-        **DECODER, "attn_layers": ["local", "local"], "axial_pos_embds": False, "local_attn_chunk_length": 8,
-    },
-    "rwkv": {"attention_hidden_size": 64},
+    "rwkv": {"attention_hidden_size": 64, "rescale_every": 0},
+    "xlstm": {"qk_dim_factor": 1.0, "mode": "train", "chunk_size": 8},
     "xmod": {**DECODER, "default_language": "en_XX"},
     "longcat_flash": {**LATENT, "head_dim": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
