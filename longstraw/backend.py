@@ -16,6 +16,7 @@ from longstraw.passes.insert_state import insert_state
 from longstraw.passes.lower import lower
 from longstraw.passes.normalise import normalise
 from longstraw.passes.partition import partition
+from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import may_have_model, trace
 from longstraw.runtime.transaction import run_step
 from longstraw.stages import Lowered
@@ -50,8 +51,12 @@ def longstraw(
 
 def compile_graph(gm: fx.GraphModule, *, options: Options) -> Compiled:
     """Return the compiled form of one Dynamo graph with symbolic sizes."""
+    return split_at_backward(gm, compile_piece=functools.partial(_compile_piece, options=options))  # type: ignore[no-any-return]
+
+
+def _compile_piece(gm: fx.GraphModule, *, options: Options) -> Compiled:
     program = build(gm, options=options)
-    return functools.partial(_call, program)
+    return functools.partial(run_step, program)
 
 
 def build(gm: fx.GraphModule, *, options: Options) -> Lowered:
@@ -65,12 +70,9 @@ def build(gm: fx.GraphModule, *, options: Options) -> Lowered:
     return lower(step)
 
 
-def _call(program: Lowered, *inputs: Any) -> Any:
-    return run_step(program, inputs)
-
-
 def inner(options: Options) -> Compiled:
     """Return the backend for graphs without a model region."""
     return compat.lookup_backend(options.inner_backend) if isinstance(options.inner_backend, str) else options.inner_backend
 
 
+compat.trace_backward_inside(longstraw)

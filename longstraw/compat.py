@@ -6,6 +6,7 @@ Covered releases: 2.11 to 2.14. Each function has a test of its own, so that a r
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -25,39 +26,90 @@ class _Retrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):  # 
 
 
 class _Tracing:
-    """The Dynamo settings that hold between the restart of a frame and the end of its compilation."""
+    """The Dynamo settings that hold while a frame is compiled for one backend, and only then."""
 
     def __init__(self) -> None:
-        self.stack: contextlib.ExitStack | None = None
+        self._backends: list[Callable[..., Any]] = []
+        self._stack: contextlib.ExitStack | None = None
+        self._symbolic = False
 
-    def start(self) -> None:
-        self.stack = contextlib.ExitStack()
-        self.stack.enter_context(
+    def watch(self, backend: Callable[..., Any]) -> None:
+        """Trace `backward()` inside frames that are compiled for this backend.
+
+        Registered callbacks would be lost at `torch._dynamo.reset()`, so the handler's two methods are wrapped instead.
+        """
+        if not self._backends:
+            start, end = callback_handler.run_start_callbacks, callback_handler.run_end_callbacks
+
+            def run_start(args: CallbackArgs) -> None:
+                self._start()
+                start(args)
+
+            def run_end(args: CallbackArgs) -> None:
+                self._stop()
+                end(args)
+
+            callback_handler.run_start_callbacks = run_start  # type: ignore[method-assign]
+            callback_handler.run_end_callbacks = run_end  # type: ignore[method-assign]
+        self._backends.append(backend)
+
+    def _start(self) -> None:
+        if _backend_being_compiled_for() in self._backends:
+            self._stack = contextlib.ExitStack()
+            # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
+            self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+
+    def _stop(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+        self._stack, self._symbolic = None, False
+
+    def make_symbolic(self) -> bool:
+        """Switch to symbolic sizes; return whether they already were."""
+        if self._stack is None:  # called outside Dynamo, or by another path than `watch` knows
+            raise RuntimeError("the backend was called outside of a compilation by Dynamo")
+        if self._symbolic:
+            return True
+        self._symbolic = True
+        self._stack.enter_context(
             torch._dynamo.config.patch(
                 assume_static_by_default=False,  # every size and int argument is symbolic
                 automatic_dynamic_shapes=True,
                 specialize_float=True,  # but Python floats stay plain numbers
-                trace_autograd_ops=True,  # `backward()` inside the step becomes autograd.grad nodes
             )
         )
         # Equal sizes must not share a symbol: P may equal R in the first call only.
-        self.stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-        callback_handler.register_end_callback(self.stop)
-
-    def stop(self, _: CallbackArgs | None = None) -> None:
-        if self.stack is not None:
-            stack, self.stack = self.stack, None
-            stack.close()
-            callback_handler.remove_end_callback(self.stop)
+        self._stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        return False
 
 
 _tracing = _Tracing()
 
 
+def _backend_being_compiled_for() -> Callable[..., Any] | None:
+    """Return the innermost backend function of the compilation in progress, found on the stack."""
+    frame = sys._getframe()
+    while frame is not None and "compiler_fn" not in frame.f_locals:
+        frame = frame.f_back  # type: ignore[assignment]
+    found = frame.f_locals["compiler_fn"] if frame is not None else None
+    while found is not None:
+        wrapped = [
+            getattr(found, name) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func") if hasattr(found, name)
+        ]
+        if not wrapped:
+            break
+        found = wrapped[0]
+    return found
+
+
+def trace_backward_inside(backend: Callable[..., Any]) -> None:
+    """Let steps that call `backward()` be traced whole when they are compiled for `backend`."""
+    _tracing.watch(backend)
+
+
 def retrace_with_symbolic_sizes() -> None:
     """Return at once when Dynamo traced this frame with symbolic sizes; otherwise make it trace again (raises)."""
-    if _tracing.stack is None:
-        _tracing.start()
+    if not _tracing.make_symbolic():
         raise _Retrace(restart_reason="longstraw needs symbolic sizes")
 
 
@@ -120,8 +172,20 @@ def autocast_state(state: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator
     """Run with the autocast settings that `current_autocast` returned earlier."""
     with contextlib.ExitStack() as stack:
         for device, enabled, dtype in state:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
+
+
+def enter_autocast(device: str, enabled: bool, dtype: torch.dtype) -> torch.autocast:
+    """Enter autocast from a graph; casts are not cached, for a span's graph dies with its backward."""
+    context = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+    context.__enter__()
+    return context
+
+
+def exit_autocast(context: torch.autocast) -> None:
+    """Leave what `enter_autocast` entered."""
+    context.__exit__(None, None, None)
 
 
 def current_autocast(device: str) -> tuple[tuple[str, bool, torch.dtype], ...]:

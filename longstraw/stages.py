@@ -239,10 +239,15 @@ class Located:
 
 @dataclass(frozen=True)
 class TokenInput:
-    """A value of all rows and tokens that the segment reads, a span at a time, in a layout."""
+    """A value of all rows and tokens that the segment reads, a span at a time, in a layout.
+
+    Attributes:
+        repeated: how many tokens at its beginning are one value repeated for all rows (their gradients add up anyway).
+    """
 
     node: fx.Node
     layout: Layout
+    repeated: sympy.Expr
 
 
 @dataclass(frozen=True)

@@ -160,11 +160,14 @@ def _elementwise(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     return builder.add(Call(op, args, kwargs, value.dtype, _common_dtype(node)))
 
 
-def _cast_like(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
-    if isinstance(node.args[1] if len(node.args) > 1 else None, fx.Node):  # to.other, type_as
-        dtype = node.meta["val"].dtype
-        return builder.add(Call(aten.to.dtype, (builder.operand(node.args[0], cuts), dtype), {}, dtype, dtype))
-    return _elementwise(builder, node, cuts)
+def _cast(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
+    """to, type_as: the dtype and the device of the result."""
+    source, value = _source(node), node.meta["val"]
+    slot, given = builder.slot(source, cuts), source.meta["val"]
+    if given.dtype == value.dtype and given.device == value.device:
+        return slot
+    args = (slot, value.device, value.dtype)
+    return builder.add(Call(aten.to.device, args, {}, value.dtype, value.dtype))
 
 
 def _common_dtype(node: fx.Node) -> torch.dtype:
@@ -181,7 +184,11 @@ def _same_elements(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     """view, reshape, unsqueeze, squeeze, flatten: solved on the sizes."""
     source = _source(node)
     demand = _before_view(node, source.meta["val"].shape, node.meta["val"].shape, cuts)
-    return builder.add(Reshape(builder.slot(source, demand), _block_shape(node, cuts), expand=False))
+    slot = builder.slot(source, demand)
+    before = builder.steps[slot.index]
+    if isinstance(before, Reshape) and not before.expand:
+        slot = before.source
+    return builder.add(Reshape(slot, _block_shape(node, cuts), expand=False))
 
 
 def _before_view(node: fx.Node, before: Sequence[Any], after: Sequence[Any], cuts: Cuts) -> Cuts:
@@ -259,9 +266,8 @@ def _slice(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
             return builder.slot(source, cuts)
         args = (builder.slot(source, cuts), dim, *(builder.number(node, arg) for arg in (start, end, step)))
         return builder.add(Call(aten.slice.Tensor, args, {}, value.dtype, value.dtype))
-    first = (
-        sympy.Integer(0) if start is None else expression(start.meta["val"] if isinstance(start, fx.Node) else start)
-    )
+    start = start.meta["val"] if isinstance(start, fx.Node) else start
+    first = expression(0 if start is None else start)
     if not first.is_Integer or first < 0 or step != 1 or (first != 0 and (cut.side is Side.ROW or cut.inner != 1)):
         raise UnsupportedMask(node, "slices tokens or rows from a place that is not a constant, or with a step")
     demand = list(cuts)
@@ -349,21 +355,19 @@ def _is_elementwise(op: torch._ops.OpOverload) -> bool:
 
 
 _VIEWS = (
-    aten.view,
-    aten.reshape,
-    aten._unsafe_view,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.flatten,
-    aten.unflatten,
-    aten.view_as,
+    *(aten.view, aten.reshape, aten._unsafe_view, aten.view_as, aten.flatten, aten.unflatten),
+    *(aten.unsqueeze, aten.squeeze),
+)
+_COPIES = (
+    *(aten.alias, aten.detach, aten.detach_, aten.contiguous, aten.clone),
+    *(aten.lift_fresh, aten.lift_fresh_copy),
 )
 _FILLS = (
     *(aten.full, aten.ones, aten.zeros, aten.scalar_tensor, aten.new_full, aten.new_ones, aten.new_zeros),
     *(aten.full_like, aten.ones_like, aten.zeros_like),
 )
 _ELEMENTWISE = (  # composite ops, which carry no pointwise tag
-    *(aten.where, aten.masked_fill, aten.__and__, aten.__or__, aten.__xor__, aten.floor_divide, aten._to_copy),
+    *(aten.where, aten.masked_fill, aten.__and__, aten.__or__, aten.__xor__, aten.floor_divide),
     *(aten.less, aten.less_equal, aten.greater, aten.greater_equal, aten.not_equal),
     *(aten.rsub, aten.subtract, aten.multiply, aten.negative, aten.absolute, aten.true_divide, aten.divide, aten.clip),
 )
@@ -373,11 +377,9 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys((aten.expand, aten.expand_as, aten.broadcast_to, aten.repeat), _expand),
     **dict.fromkeys((aten.permute, aten.transpose, aten.t, aten.swapaxes), _permute),
-    **dict.fromkeys(
-        (aten.alias, aten.detach, aten.contiguous, aten.clone, aten.lift_fresh_copy, aten.lift_fresh), _same
-    ),
+    **dict.fromkeys(_COPIES, _same),
     **dict.fromkeys((aten.tril, aten.triu), _triangle),
-    **dict.fromkeys((aten.to, aten.type_as), _cast_like),
+    **dict.fromkeys((aten.to, aten.type_as, aten._to_copy), _cast),
     aten.slice: _slice,
     aten.slice_scatter: _slice_scatter,
     aten.select: _select,

@@ -10,12 +10,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from longstraw import ops
 from longstraw.arch.rules import arguments, op_name, packet
+from longstraw.compat import expression
 from longstraw.errors import UnsupportedOp, user_line
 from longstraw.stages import (
     Carved,
@@ -29,6 +31,7 @@ from longstraw.stages import (
     Shuffled,
     TokenInput,
     Tokens,
+    find_dim,
     has,
 )
 
@@ -125,8 +128,6 @@ class _Carver:
             raise _cannot(user, "it reads a mask or bias over pairs of tokens")
         if node.op == "placeholder" and kind == "invariant":
             return self._known(self.parameters, node, "parameter")
-        if node.op == "placeholder" and kind == "region":
-            return self._token_input(node, self.step.layouts[node])
         layout = self.step.demands.get((user, node))
         if layout is not None and any(has(dim, Tokens) or has(dim, Rows) for dim in layout):
             return self._token_input(node, layout)
@@ -149,7 +150,8 @@ class _Carver:
         key = (node, self._signature(layout))
         if key not in self.token_inputs:
             name = f"token_input_{len(self.token_inputs)}"
-            self.token_inputs[key] = (TokenInput(node, layout), self._placeholder(name, layout, node))
+            token_input = TokenInput(node, layout, _repeated_tokens(node, layout))
+            self.token_inputs[key] = (token_input, self._placeholder(name, layout, node))
         return self.token_inputs[key][1]
 
     def _signature(self, layout: Layout) -> Any:
@@ -276,6 +278,18 @@ class _Carver:
         if any(isinstance(c, fx.Node) and c.graph is not self.graph for c in counts):
             raise _cannot(node, "it repeats the token or row dim")
         return self.graph.call_function(aten.repeat.default, (self._operand(node, source), counts))  # type: ignore[arg-type]
+
+
+def _repeated_tokens(node: fx.Node, layout: Layout) -> sympy.Expr:
+    """Return how many leading tokens of a value are an `expand` of one row."""
+    row_dim, token_dim = find_dim(layout, Rows), find_dim(layout, Tokens)
+    if row_dim is None or token_dim is None:
+        return sympy.Integer(0)
+    first = node
+    while packet(first.target) in (aten.cat, aten.to):
+        first = first.args[0] if packet(first.target) is aten.to else first.args[0][0]  # type: ignore[assignment, index]
+    expands = packet(first.target) is aten.expand and first.args[0].meta["val"].shape[row_dim] == 1  # type: ignore[union-attr]
+    return expression(first.meta["val"].shape[token_dim]) if expands else sympy.Integer(0)
 
 
 def _ordered_module(root: torch.nn.Module, graph: fx.Graph, placeholders: Sequence[fx.Node]) -> fx.GraphModule:

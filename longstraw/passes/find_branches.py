@@ -6,6 +6,7 @@ In: `Normalised`. Out: `Branched`. The kinds:
     light       at most a few numbers per token, computed from inputs without gradient: ids, padding masks, positions
     invariant   depends on parameters only
     block       two token dims, computed from light values: masks and biases; never built whole
+    given       hidden values that come with the inputs (embeddings passed in), before any parameter acts on them
     region      hidden values of the model, everything with a width from the embedding to the logits
     tail        narrow values computed from hidden ones, with no hidden value after them: log-probabilities to the loss
 
@@ -95,6 +96,7 @@ def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dic
         if node.op == "output":
             continue
         kinds[node] = _kind(node, kinds, trains, sizes)
+    _mark_joined_inputs(graph, kinds, sizes)
     _mark_tail(graph, kinds)
     return kinds
 
@@ -113,9 +115,9 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     wide = max(width(value) for value in values) > NARROW
     square = any(token_dims(value, sizes) > 1 for value in values)
     if node.op == "placeholder":
-        if trains[node.name]:
-            return "region" if symbolic and wide else "invariant"
-        return "block" if square else "region" if symbolic and wide else "light"
+        if symbolic and wide and not square:
+            return "given"
+        return "invariant" if trains[node.name] else "block" if square else "light"
     if node.op == "get_attr":
         return "light"
     operands = {kinds[x] for x in tensors((node.args, node.kwargs))}
@@ -123,11 +125,40 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
         return "region"
     if "invariant" in operands:
         return "region" if symbolic else "invariant"
+    if "given" in operands:
+        return "given" if all(_is_given(x, kinds) for x in tensors((node.args, node.kwargs))) else "region"
     if square or "block" in operands:
         return "block"
     if not symbolic:
         return "light" if width(values[0]) <= _SMALL_CONSTANT else "invariant"
     return "region" if wide else "light"
+
+
+def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None:
+    """Count embeddings that are joined along the token dim, prompt to response, as given: they are computed whole."""
+    for node in graph.nodes:
+        if node.op != "call_function" or packet(node.target) is not aten.cat or kinds[node] not in ("region", "given"):
+            continue
+        a = arguments(node)
+        whole, parts = sizes.shape(node.meta["val"])[a["dim"]], [sizes.shape(x.meta["val"])[a["dim"]] for x in a["tensors"]]
+        if whole != sizes.tokens or whole in parts:
+            continue
+        before: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            at = stack.pop()
+            if at not in before and kinds[at] in ("region", "given"):
+                before.add(at)
+                stack.extend(at.all_input_nodes)
+        if not any(x.target is ops.attention for x in before):
+            kinds.update(dict.fromkeys(before, "given"))
+
+
+def _is_given(node: fx.Node, kinds: dict[fx.Node, str]) -> bool:
+    """Return whether an operand is an input's value, and not a (frozen) weight."""
+    value = node.meta["val"]
+    symbolic = any(expression(size).free_symbols for size in value.shape)
+    return kinds[node] == "given" or (kinds[node] == "light" and (symbolic or width(value) <= NARROW))
 
 
 def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
@@ -138,7 +169,7 @@ def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
             continue
         after = any(user in leads_on for user in node.users)
         values = _values(node)
-        wide = any(width(value) > NARROW for value in values) or node.target is ops.attention or node.op == "placeholder"
+        wide = any(width(value) > NARROW for value in values) or node.target is ops.attention
         if after or wide:
             leads_on.add(node)
         else:

@@ -18,7 +18,7 @@ from longstraw import arch, ops
 from longstraw.arch import aten as aten_rules
 from longstraw.arch.rules import LayoutRule, Reader, packet, tensors
 from longstraw.errors import LongstrawError
-from longstraw.stages import Branched, Layout, Located
+from longstraw.stages import Branched, Located
 
 
 def find_token_dim(step: Branched) -> Located:
@@ -26,7 +26,7 @@ def find_token_dim(step: Branched) -> Located:
     table: dict[Any, LayoutRule] = {**arch.layout_rules(), **{rule.target: rule.layout for rule in step.options.rules}}
     kinds = step.kinds
     layouts: dict[fx.Node, Any] = {}
-    reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "size"))
+    reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "given", "size"))
     for node in step.module.graph.nodes:
         kind = kinds.get(node)
         if kind == "region":
@@ -57,8 +57,6 @@ def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
 
 
 def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kinds: Mapping[fx.Node, str]) -> Any:
-    if node.op == "placeholder":
-        return _input_layout(reader, node)
     if node.target is operator.getitem:
         return aten_rules.getitem(reader, node)
     rule = table.get(node.target) or table.get(packet(node.target))
@@ -69,12 +67,3 @@ def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kind
             reader.unsupported(node, "no rule says what it does along the token dim")
         rule = aten_rules.pointwise
     return rule(reader, node)
-
-
-def _input_layout(reader: Reader, node: fx.Node) -> Layout:
-    located = reader.sizes.locate_shape(reader.shape(node))
-    if located is None:
-        reader.unsupported(node, "the input's size is neither rows nor tokens of the step")
-    return located
-
-

@@ -20,6 +20,7 @@ from longstraw.arch.rules import packet
 from longstraw.blocks import BlockProgram
 from longstraw.errors import UnsupportedMask, user_line
 from longstraw.passes.find_branches import width
+from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Carved, Located, Partitioned, Segment, Site, Slot, Stateful, WithState
 
 aten = torch.ops.aten
@@ -190,7 +191,7 @@ class _Builder:
             if node.op == "placeholder" or node in needed:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in outputs))
-        return fx.GraphModule(self.module, graph)
+        return restore_autocast(fx.GraphModule(self.module, graph))
 
 
 def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:

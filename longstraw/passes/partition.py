@@ -19,6 +19,7 @@ from longstraw.errors import WideResult, user_line
 from longstraw.passes.carve import carve
 from longstraw.passes.find_branches import width
 from longstraw.passes.min_cut import min_cut
+from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Head, Located, Partitioned, Segment, window
 
 
@@ -109,6 +110,7 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
         seen = window(step.layouts[results[members[0]]])
         assert seen is not None
         graph = carve(step, outputs=[results[i] for i in members], stops=stops)
+        restore_autocast(graph.module)
         heads.append(Head(graph, seen, tuple(members), _head_bytes(graph.module)))
     return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results)
 
@@ -208,6 +210,6 @@ def extract(module: fx.GraphModule, *, outputs: Any, stops: Sequence[fx.Node]) -
         if node in needed and node not in env and node.op != "output":
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(map_arg(outputs, env.__getitem__))
-    return fx.GraphModule(module, graph)
+    return restore_autocast(fx.GraphModule(module, graph))
 
 

@@ -34,7 +34,7 @@ from longstraw.runtime.intervals import (
     Box,
     Extremes,
     Interval,
-    call_bounds,
+    call_rule,
     compare,
     fit,
     join,
@@ -48,6 +48,7 @@ Verdict = Literal["all", "none", "mixed"]
 Rows = Sequence[int] | slice | None
 
 _VERDICTS_KEPT = 1 << 16
+_BOUNDS_KEPT = 1 << 16
 _TENSORS_KEPT = 8
 _LARGEST_KEPT = 1 << 22  # elements
 _FLOOR = -1e30  # a finite bias below this is meant as minus infinity
@@ -152,7 +153,7 @@ class BoundBlocks:
         finite_floor_is_unseen: bool,
     ) -> None:
         self.program = program
-        self.device = next((value.device for value in values if isinstance(value, torch.Tensor)), program.device)
+        self.device = program.device
         self.dtype = program.dtype
         self._unseen_floor = finite_floor_is_unseen
         self._rows = rows
@@ -162,8 +163,9 @@ class BoundBlocks:
             ]
         self._row_indices = self._find_rows(values)
         self._extremes: dict[int, Extremes] = {}
-        self._fixed: dict[int, Interval] = {}
-        self._moving = _moving(program.steps)
+        self._rules = {index: call_rule(step) for index, step in enumerate(program.steps) if isinstance(step, Call)}
+        self._sides = _sides(program.steps)
+        self._one_sided: dict[tuple[int, tuple[int, ...]], Interval] = {}
         self._verdicts: dict[tuple[int, int, int, int], Verdict] = {}
         self._tensors: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
@@ -241,11 +243,11 @@ class BoundBlocks:
         def shape(sizes: tuple[int | Cut, ...]) -> list[int]:
             return [lengths[size.side] * size.inner if isinstance(size, Cut) else size for size in sizes]
 
-        def numbers(cut: Cut) -> torch.Tensor:
+        def numbers(cut: Cut, device: torch.device) -> torch.Tensor:
             if cut.side is Side.ROW:
-                return torch.tensor(self._row_indices, device=self.device)
+                return torch.tensor(self._row_indices, device=device)
             first = starts[cut.side] + cut.offset
-            return torch.arange(first, first + lengths[cut.side], device=self.device)
+            return torch.arange(first, first + lengths[cut.side], device=device)
 
         for index, step in enumerate(self.program.steps):
             match step:
@@ -259,13 +261,13 @@ class BoundBlocks:
                     one = torch.full((), get(step.value), dtype=step.dtype, device=step.device)
                     result = one.expand(shape(step.shape))
                 case Count():
-                    result = (get(step.start) + get(step.step) * numbers(step.cut)).to(step.dtype)
+                    result = (get(step.start) + get(step.step) * numbers(step.cut, step.device)).to(step.dtype)
                 case Reshape():
                     source = get(step.source)
                     result = source.expand(shape(step.shape)) if step.expand else source.reshape(shape(step.shape))
                 case Triangle():
                     source = get(step.source)
-                    distance = numbers(step.columns) - numbers(step.rows)[:, None]
+                    distance = numbers(step.columns, source.device) - numbers(step.rows, source.device)[:, None]
                     diagonal = get(step.diagonal)
                     outside = distance < diagonal if step.upper else distance > diagonal
                     result = source.masked_fill(outside, 0)
@@ -314,14 +316,19 @@ class BoundBlocks:
     def _interval(self, q0: int, q1: int, k0: int, k1: int) -> Interval:
         """Bounds of every element of the block."""
         ranges = {Side.QUERY: (q0, q1), Side.KEY: (k0, k1)}
+        keys = {Side.ROW: (), **ranges}
+        known = self._one_sided
+        if len(known) > _BOUNDS_KEPT:
+            known.clear()
         results: list[Interval] = []
-        for index, step in enumerate(self.program.steps):
-            if not self._moving[index]:
-                if index not in self._fixed:
-                    self._fixed[index] = self._bounds(index, step, results, ranges)
-                results.append(self._fixed[index])
-            else:
+        for index, (step, side) in enumerate(zip(self.program.steps, self._sides, strict=True)):
+            if side is None:
                 results.append(self._bounds(index, step, results, ranges))
+                continue
+            key = (index, keys[side])
+            if key not in known:
+                known[key] = self._bounds(index, step, results, ranges)
+            results.append(known[key])
         return results[self.program.output.index]
 
     def _bounds(self, index: int, step: Step, results: list[Interval], ranges: dict[Side, tuple[int, int]]) -> Interval:
@@ -365,7 +372,7 @@ class BoundBlocks:
                         box[dim] = int(found[0]), int(found[1]) + 1
                 return self._table(step.source.index, value).within(tuple(box))
             case Call():
-                return call_bounds(step, get)
+                return self._rules[index](get)
 
     def _table(self, index: int, value: torch.Tensor) -> Extremes:
         if index not in self._extremes:
@@ -395,28 +402,28 @@ def _select_rows(value: torch.Tensor, dim: int, inner: int, rows: Sequence[int] 
     return value.flatten(dim, dim + 1)
 
 
-def _moving(steps: Sequence[Step]) -> list[bool]:
-    """Which steps' bounds depend on the token ranges."""
-    moving: list[bool] = []
+def _sides(steps: Sequence[Step]) -> list[Side | None]:
+    """Which token range each step's bounds depend on: ROW for neither, None for both."""
+    found: list[set[Side]] = []
     for step in steps:
         match step:
             case Read():
-                moves = any(cut is not None and cut.side is not Side.ROW for cut in step.cuts)
+                sides = {cut.side for cut in step.cuts if cut is not None}
             case Count():
-                moves = step.cut.side is not Side.ROW
+                sides = {step.cut.side}
             case Triangle():
-                moves = True
+                sides = {Side.QUERY, Side.KEY}
             case Fill():
-                moves = False
+                sides = set()
             case Reshape():
-                moves = moving[step.source.index]
+                sides = found[step.source.index]
             case Lookup():
-                moves = any(moving[slot.index] for slot in (step.source, *step.indices) if slot is not None)
+                sides = set().union(*(found[slot.index] for slot in (step.source, *step.indices) if slot is not None))
             case Call():
                 args = (*step.args, *step.kwargs.values())
-                moves = any(moving[arg.index] for arg in args if isinstance(arg, Slot))
-        moving.append(moves)
-    return moving
+                sides = set().union(*(found[arg.index] for arg in args if isinstance(arg, Slot)))
+        found.append(sides - {Side.ROW})
+    return [None if len(sides) > 1 else next(iter(sides), Side.ROW) for sides in found]
 
 
 def _remember(store: dict[tuple[int, int, int, int], _T], key: tuple[int, int, int, int], value: _T, kept: int) -> _T:

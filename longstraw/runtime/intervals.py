@@ -16,7 +16,7 @@ import torch
 
 from longstraw.blocks import Call, Slot
 
-__all__ = ["Box", "Extremes", "Interval", "call_bounds", "compare", "fit", "join", "span_of_product", "span_of_sum"]
+__all__ = ["Box", "Extremes", "Interval", "call_rule", "compare", "fit", "join", "span_of_product", "span_of_sum"]
 
 Number = bool | int | float
 Interval = tuple[Number, Number] | None
@@ -80,9 +80,9 @@ class _Profile:
     """Least and greatest element at each place along one dimension."""
 
     def __init__(self, value: torch.Tensor, along: int) -> None:
-        others = [dim for dim in range(value.ndim) if dim != along]
-        self.low = (value.amin(others) if others else value).cpu()
-        self.high = (value.amax(others) if others else value).cpu()
+        others = [dim for dim in range(value.ndim) if dim != along and value.shape[dim] > 1]
+        self.low = (value.amin(others) if others else value).flatten().cpu()
+        self.high = (value.amax(others) if others else value).flatten().cpu()
         self.line: tuple[int, int] | None = None
         if not value.is_floating_point() and len(self.low) > 1 and torch.equal(self.low, self.high):
             numbers = self.low.to(torch.int64)
@@ -263,11 +263,10 @@ def _not(bounds: Interval) -> Interval:
     return 1 - high, 1 - low
 
 
-def call_bounds(step: Call, get: _Get) -> Interval:
-    """Bounds of an op's result; `get` gives those of a slot or a number."""
-    name = step.op._schema.name.removeprefix("aten::")
-    rule = _RULES.get(name)
-    return None if rule is None else fit(rule(step, get), step.dtype)
+def call_rule(step: Call) -> Callable[[_Get], Interval]:
+    """How to bound an op's result; the rule is called with a function that bounds a slot or a number."""
+    rule = _RULES.get(step.op._schema.name.removeprefix("aten::"))
+    return (lambda get: None) if rule is None else lambda get: fit(rule(step, get), step.dtype)
 
 
 def _operand(arg: Any, get: _Get, dtype: torch.dtype) -> Interval:

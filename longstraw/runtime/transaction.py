@@ -28,13 +28,13 @@ from longstraw.runtime.layouts import Place
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.spans import Leaves, Runner, Where
 from longstraw.runtime.state import Store
-from longstraw.stages import Counts, Located, Lowered, Rows, Shuffled, Sizes, Stateful, Tokens
+from longstraw.stages import Counts, Located, Lowered, Rows, Shuffled, Sizes, Stateful, TokenInput, Tokens
 
 _TILE_BYTES = 32 << 20
 _SPAN_BYTES = 128 << 20
 
 
-def run_step(program: Lowered, inputs: Sequence[Any]) -> Any:
+def run_step(program: Lowered, *inputs: Any) -> Any:
     """Run one step on its inputs; return its outputs, ready for backward.
 
     Args:
@@ -215,22 +215,23 @@ class BranchRun:
             else:
                 same = (value[rows] == value[row]).flatten(1).all(-1)
                 lengths = [n if ok else 0 for n, ok in zip(lengths, same.tolist(), strict=True)]
-        if any(node in self.differentiable for node in self._token_nodes):
-            lengths = [n if other == row else 0 for n, other in zip(lengths, rows, strict=True)]
+        if torch.is_grad_enabled():
+            # A value given for every row gets a gradient for every row, so rows can't share it.
+            own = [self.numbers(t.repeated) for t in self._token_inputs if t.node in self.differentiable]
+            lengths = [n if other == row else min([n, *own]) for n, other in zip(lengths, rows, strict=True)]
         return lengths
 
     @functools.cached_property
-    def _token_nodes(self) -> list[fx.Node]:
+    def _token_inputs(self) -> list[TokenInput]:
         graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
-        return list(dict.fromkeys(t.node for graph in graphs for t in graph.inputs.tokens))
+        return [t for graph in graphs for t in graph.inputs.tokens]
 
     @functools.cached_property
     def _compared(self) -> list[tuple[Tensor, tuple[int, ...]]]:
         """Return everything that differs between rows, as `[rows, tokens, ...]` with its first token, or `[rows, ...]`."""
         found: list[tuple[Tensor, tuple[int, ...]]] = []
         seen: set[Any] = set()
-        graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
-        layouts = [(t.node, t.layout) for graph in graphs for t in graph.inputs.tokens]
+        layouts = [(t.node, t.layout) for t in self._token_inputs]
         sizes = self.sizes
         for program in self.branch.masks:
             for node in program.inputs:
@@ -320,6 +321,7 @@ class BranchRun:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # autograd may call this while Dynamo watches for frames to compile
     def backward(self, result_grads: Sequence[Tensor | None], wanted: Sequence[fx.Node]) -> Leaves:
         """Replay and unwind every row; return the accumulated gradients."""
         leaves = Leaves(self.values, wanted, dtype=self.options.grad_dtype, num_rows=self.numbers.rows)

@@ -1,0 +1,179 @@
+"""split_at_backward: a step that calls backward itself, as forward pieces and what stands between them.
+
+In: a Dynamo graph with `torch.autograd.grad` nodes. Out: an outer graph that calls one module for the forward of each
+backward, and keeps everything that depends on gradients (accumulation into `.grad`, norms, updates) as it was. Metrics that
+are computed after a backward from values before it move into that backward's piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphModule], Callable[..., Any]]) -> Any:
+    """Return a callable with the graph's inputs and outputs, its forward pieces compiled.
+
+    Args:
+        gm: Dynamo's graph.
+        compile_piece: compiles a graph without backward.
+    """
+    if not any(_is_backward(node) for node in gm.graph.nodes):
+        return compile_piece(gm)
+    pieces = _assign(gm.graph)
+    outer = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    root = torch.nn.Module()
+    for name, child in (*gm.named_children(), *gm.named_buffers(recurse=False), *gm.named_parameters(recurse=False)):
+        setattr(root, name, child)
+    placed = 0
+    for node in gm.graph.nodes:
+        if node in pieces and REST not in pieces[node]:
+            continue
+        needed = max((p for x in node.all_input_nodes for p in pieces.get(x, ())), default=REST)
+        while placed <= needed:
+            _place(gm, placed, pieces, outer, env, root, compile_piece)
+            placed += 1
+        env[node] = outer.node_copy(node, env.__getitem__)
+    return fx.GraphModule(root, outer)
+
+
+REST = -1
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is torch.autograd.grad
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
+
+
+def _is_mode(node: fx.Node) -> bool:
+    """Return whether a node switches grad mode or autocast: it belongs wherever the nodes between the switches do."""
+    return node.op == "call_function" and _name(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a Dynamo node changes a tensor."""
+    name = _name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op in ("call_method", "call_function") and (in_place or name == "setitem")
+
+
+def _is_computed(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output", "get_attr", "root") and not _is_mode(node)
+
+
+def _assign(graph: fx.Graph) -> dict[fx.Node, set[int]]:
+    """Return for each computed node the piece that it belongs to, or REST; switches may belong to several."""
+    tainted = _after_gradients(graph)
+    wanted = _ancestors(node for node in graph.nodes if _is_backward(node))
+    total = sum(_is_backward(node) for node in graph.nodes)
+    pieces: dict[fx.Node, set[int]] = {}
+    interval = 0
+    for node in graph.nodes:
+        if not _is_computed(node):
+            continue
+        inputs = [p for x in node.all_input_nodes for p in pieces.get(x, ())]
+        if _is_backward(node):
+            interval += 1
+        rest = node in tainted or REST in inputs or (interval == total and not inputs)
+        # What a coming loss needs is computed with it; anything else stays with the values that it reads.
+        pieces[node] = {REST} if rest else {interval if node in wanted else max(inputs, default=interval)}
+    _assign_switches(graph, pieces)
+    return pieces
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _after_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Return the backward nodes, what depends on them, and what is written with them or outside the graph."""
+    tainted: set[fx.Node] = set()
+    before = -1
+    while len(tainted) != before:
+        before = len(tainted)
+        for node in graph.nodes:
+            if not _is_computed(node):
+                continue
+            inputs = node.all_input_nodes
+            if _writes(node) and inputs and (not _is_computed(inputs[0]) or any(x in tainted for x in inputs)):
+                tainted.update(x for x in (node, inputs[0]) if _is_computed(x))
+            elif _is_backward(node) or any(x in tainted for x in inputs):
+                tainted.add(node)
+    return tainted
+
+
+def _assign_switches(graph: fx.Graph, pieces: dict[fx.Node, set[int]]) -> None:
+    opened: list[tuple[fx.Node, set[int]]] = []
+    for node in graph.nodes:
+        if not _is_mode(node):
+            for _, inside in opened:
+                inside.update(pieces.get(node, ()))
+            continue
+        opens = _name(node) == "_enter_autocast" or node.args == (False,) or not opened
+        if opens:
+            opened.append((node, set()))
+        else:
+            first, inside = opened.pop()
+            pieces[first] = pieces[node] = inside
+    for node, inside in opened:
+        pieces[node] = inside
+
+
+def _place(
+    gm: fx.GraphModule,
+    number: int,
+    pieces: dict[fx.Node, set[int]],
+    outer: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    root: torch.nn.Module,
+    compile_piece: Callable[[fx.GraphModule], Callable[..., Any]],
+) -> None:
+    members = [node for node in gm.graph.nodes if number in pieces.get(node, ())]
+    if not members:
+        return
+    known = set(members)
+    given = [n for n in gm.graph.nodes if n not in known and any(u in known for u in n.users)]
+    inputs = [n for n in given if n.op != "get_attr"]
+    outputs = [n for n in members if not _is_mode(n) and any(u not in known for u in n.users)]
+    graph = fx.Graph()
+    inner: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        inner[node] = graph.placeholder(node.name)
+        inner[node].meta = dict(node.meta)
+    for node in gm.graph.nodes:
+        if node in known or (node.op == "get_attr" and node in given):
+            inner[node] = graph.node_copy(node, inner.__getitem__)
+    graph.output(tuple(inner[node] for node in outputs))
+    piece = compile_piece(fx.GraphModule(gm, graph))
+    name = f"forward_{number}"
+    setattr(root, name, _Module(piece))
+    with_inputs = [env[n] for n in inputs]
+    call = outer.call_module(name, tuple(with_inputs))
+    for i, node in enumerate(outputs):
+        env[node] = outer.call_function(_pick, (call, i))
+
+
+def _pick(values: Any, index: int) -> Any:
+    return values[index]
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
