@@ -53,6 +53,7 @@ _TENSORS_KEPT = 8
 _LARGEST_KEPT = 1 << 22  # elements
 _FLOOR = -1e30  # a finite bias below this is meant as minus infinity
 
+_MISSING: Any = object()
 _T = TypeVar("_T")
 
 
@@ -322,13 +323,13 @@ class BoundBlocks:
             known.clear()
         results: list[Interval] = []
         for index, (step, side) in enumerate(zip(self.program.steps, self._sides, strict=True)):
-            if side is None:
-                results.append(self._bounds(index, step, results, ranges))
-                continue
-            key = (index, keys[side])
-            if key not in known:
-                known[key] = self._bounds(index, step, results, ranges)
-            results.append(known[key])
+            key = None if side is None else (index, keys[side])
+            bounds = _MISSING if key is None else known.get(key, _MISSING)
+            if bounds is _MISSING:
+                bounds = self._bounds(index, step, results, ranges)
+                if key is not None:
+                    known[key] = bounds
+            results.append(bounds)
         return results[self.program.output.index]
 
     def _bounds(self, index: int, step: Step, results: list[Interval], ranges: dict[Side, tuple[int, int]]) -> Interval:

@@ -46,11 +46,12 @@ class Extremes:
 
     def within(self, box: Box) -> Interval:
         """Bounds of the elements in the box."""
-        if box not in self.answers:
-            if len(self.answers) >= _ANSWERS_KEPT:
-                self.answers.clear()
-            self.answers[box] = self._find(box)
-        return self.answers[box]
+        if box in self.answers:
+            return self.answers.get(box)
+        if len(self.answers) >= _ANSWERS_KEPT:
+            self.answers.clear()
+        found = self.answers[box] = self._find(box)
+        return found
 
     def _find(self, box: Box) -> Interval:
         ranges = [
@@ -89,6 +90,7 @@ class _Profile:
             steps = numbers[1:] - numbers[:-1]
             if bool((steps == steps[0]).all()):
                 self.line = int(numbers[0]), int(steps[0])
+                self.low = self.high = self.low[:0]  # not needed any more
         count = len(self.low) // _CHUNK
         self.chunk_low = self.low[: count * _CHUNK].view(count, _CHUNK).amin(1)
         self.chunk_high = self.high[: count * _CHUNK].view(count, _CHUNK).amax(1)
