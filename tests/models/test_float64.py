@@ -40,6 +40,7 @@ def build(name: str, attention: str = "sdpa") -> nn.Module:
     name, changed = zoo.VARIANTS.get(name, (name, {}))
     config = zoo.config_of(name, **changed)
     config._experts_implementation = "batched_mm"
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=attention)
     zoo.randomise(model, seed=0)
     return model.eval()
