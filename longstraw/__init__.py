@@ -1,5 +1,12 @@
-"""longstraw: a torch.compile backend for GRPO steps with very long prompts."""
+"""longstraw: a torch.compile backend for GRPO steps with very long prompts.
 
+    step = torch.compile(step, backend="longstraw")
+"""
+
+from longstraw.arch.rules import Rule
+from longstraw.errors import LongstrawError
+from longstraw.explain import Explanation, explain
 from longstraw.options import Options
+from longstraw.parity import Parity, verify
 
-__all__ = ["Options"]
+__all__ = ["Explanation", "LongstrawError", "Options", "Parity", "Rule", "explain", "verify"]

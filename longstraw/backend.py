@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from longstraw import compat
+from longstraw import compat, invariants
 from longstraw.options import Options
 from longstraw.passes.find_branches import find_branches
 from longstraw.passes.find_token_dim import find_token_dim
@@ -18,10 +18,12 @@ from longstraw.passes.normalise import normalise
 from longstraw.passes.partition import partition
 from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import may_have_model, trace
+from longstraw.render import render
 from longstraw.runtime.transaction import run_step
 from longstraw.stages import Lowered
 
 Compiled = Callable[..., Any]
+Observer = Callable[[str, Any], None]
 
 
 def longstraw(
@@ -49,25 +51,48 @@ def longstraw(
     return compile_graph(gm, options=chosen)
 
 
-def compile_graph(gm: fx.GraphModule, *, options: Options) -> Compiled:
-    """Return the compiled form of one Dynamo graph with symbolic sizes."""
-    return split_at_backward(gm, compile_piece=functools.partial(_compile_piece, options=options))  # type: ignore[no-any-return]
+def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Compiled:
+    """Return the compiled form of one Dynamo graph with symbolic sizes.
+
+    Args:
+        gm: Dynamo's graph.
+        options: the user's options.
+        observe: called with the name and the record of every stage.
+    """
+
+    def compile_piece(piece: fx.GraphModule) -> Compiled:
+        return functools.partial(run_step, build(piece, options=options, observe=observe))
+
+    return split_at_backward(gm, compile_piece=compile_piece)  # type: ignore[no-any-return]
 
 
-def _compile_piece(gm: fx.GraphModule, *, options: Options) -> Compiled:
-    program = build(gm, options=options)
-    return functools.partial(run_step, program)
+PASSES: tuple[Callable[[Any], Any], ...] = (
+    normalise,
+    find_branches,
+    find_token_dim,
+    partition,
+    insert_state,
+    lower,
+)
+"""The compiler's table of contents: what happens to a traced step, in order."""
 
 
-def build(gm: fx.GraphModule, *, options: Options) -> Lowered:
-    """Run every pass over one Dynamo graph: this is the table of contents of the compiler."""
-    step = trace(gm, options=options)
-    step = normalise(step)
-    step = find_branches(step)
-    step = find_token_dim(step)
-    step = partition(step)
-    step = insert_state(step)
-    return lower(step)
+def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Lowered:
+    """Trace one Dynamo graph and run every pass over it."""
+    step: Any = trace(gm, options=options)
+    _finish("trace", step, options, observe)
+    for run in PASSES:
+        step = run(step)
+        _finish(run.__name__, step, options, observe)
+    return step  # type: ignore[no-any-return]
+
+
+def _finish(name: str, step: Any, options: Options, observe: Observer | None) -> None:
+    if options.check != "off":
+        invariants.check(step)
+    compat.emit_artifact(f"longstraw_{name}", lambda: render(step))
+    if observe is not None:
+        observe(name, step)
 
 
 def inner(options: Options) -> Compiled:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import sympy
 import torch
@@ -20,6 +20,8 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestar
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+Backend = TypeVar("Backend", bound=Callable[..., Any])
+
 
 class _Retrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):  # type: ignore[misc]
     """Asks Dynamo to trace the frame again; the second base makes it forget the graph breaks of the first try."""
@@ -29,16 +31,17 @@ class _Tracing:
     """The Dynamo settings that hold while a frame is compiled for one backend, and only then."""
 
     def __init__(self) -> None:
-        self._backends: list[Callable[..., Any]] = []
+        self._installed = False
         self._stack: contextlib.ExitStack | None = None
         self._symbolic = False
 
-    def watch(self, backend: Callable[..., Any]) -> None:
-        """Trace `backward()` inside frames that are compiled for this backend.
+    def install(self) -> None:
+        """Watch Dynamo's compilations, once.
 
         Registered callbacks would be lost at `torch._dynamo.reset()`, so the handler's two methods are wrapped instead.
         """
-        if not self._backends:
+        if not self._installed:
+            self._installed = True
             start, end = callback_handler.run_start_callbacks, callback_handler.run_end_callbacks
 
             def run_start(args: CallbackArgs) -> None:
@@ -51,10 +54,9 @@ class _Tracing:
 
             callback_handler.run_start_callbacks = run_start  # type: ignore[method-assign]
             callback_handler.run_end_callbacks = run_end  # type: ignore[method-assign]
-        self._backends.append(backend)
 
     def _start(self) -> None:
-        if _backend_being_compiled_for() in self._backends:
+        if getattr(_backend_being_compiled_for(), "traces_backward", False):
             self._stack = contextlib.ExitStack()
             # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
             self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
@@ -102,9 +104,11 @@ def _backend_being_compiled_for() -> Callable[..., Any] | None:
     return found
 
 
-def trace_backward_inside(backend: Callable[..., Any]) -> None:
-    """Let steps that call `backward()` be traced whole when they are compiled for `backend`."""
-    _tracing.watch(backend)
+def trace_backward_inside(backend: Backend) -> Backend:
+    """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it."""
+    backend.traces_backward = True  # type: ignore[attr-defined]
+    _tracing.install()
+    return backend
 
 
 def retrace_with_symbolic_sizes() -> None:

@@ -217,6 +217,13 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     operands = tensors((node.args, node.kwargs))
     if not operands:
         return None
+    if name in (aten.cat, aten.concat):
+        filled = [x for x in operands if tuple(x.meta["val"].shape) != (0,)]  # cat ignores these, as of an empty cache
+        if len(filled) == 1:
+            return filled[0]
+        if len(filled) < len(operands):
+            node.args = (filled, *node.args[1:])
+        return None
     before, after = operands[0].meta["val"], node.meta.get("val")
     if name in (aten.to, aten._to_copy):
         same = before.dtype == after.dtype and before.device == after.device

@@ -145,16 +145,16 @@ class Runner:
         """Return whether any result belongs to these tokens."""
         return any(max(lo, start) < min(hi, stop) for start, stop in self.windows)
 
-    def forward(self, where: Where, results: Sequence[Tensor], *, keep: Store | None) -> None:
-        """Run a span without autograd: append its state to `keep`, write its results."""
-        wanted = self.results_overlap(where.lo, where.hi)
+    def forward(self, where: Where, results: Sequence[Tensor] | None, *, keep: Store | None) -> None:
+        """Run a span without autograd: append its state to `keep`, write its results unless None."""
+        wanted = results is not None and self.results_overlap(where.lo, where.hi)
         if not wanted and keep is None:
             return
         graph = self.branch.relay if wanted and keep is not None else self.branch.score if wanted else self.branch.capture
         outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *self._arguments(where, None))
         if keep is not None:
             keep.append(outputs[: len(self.branch.slots)])
-        if wanted:
+        if results is not None and wanted:
             hidden = outputs[len(outputs) - len(self.segment.frontier) :]
             for head, lo, hi in self._tiles(where):
                 values = self._run_head(head, where, lo, hi, hidden, None)

@@ -346,7 +346,7 @@ class BranchRun:
             if store is not self.root_store:
                 for lo, hi in spans if node.children else spans[:-1]:
                     with torch.no_grad():
-                        self.runner.forward(self._where(node, here, lo, hi), _Discard(), keep=store)
+                        self.runner.forward(self._where(node, here, lo, hi), None, keep=store)
             if not frozen:
                 store.track_gradients(self.options.grad_dtype)
             for child in node.children:
@@ -362,13 +362,6 @@ class BranchRun:
         finally:
             if store is not self.root_store:
                 store.release()
-
-
-class _Discard:
-    """Results of a span that is run for its state only."""
-
-    def __getitem__(self, _: int) -> Tensor:
-        raise AssertionError("this span has no results to write")
 
 
 class _Branch(torch.autograd.Function):

@@ -1,0 +1,181 @@
+"""explain: what a step was rewritten into, without running it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from longstraw import backend, compat
+from longstraw.arch.rules import op_name
+from longstraw.errors import LongstrawError
+from longstraw.options import Options
+from longstraw.render import render
+from longstraw.stages import Lowered, Stateful
+
+STAGES = ("trace", *(run.__name__ for run in backend.PASSES))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` gives one screen.
+
+    Attributes:
+        programs: the rewritten steps: one for each forward with a model (a loop over micro-batches has several).
+        records: for each program, the record of every stage by name.
+    """
+
+    programs: tuple[Lowered, ...]
+    records: tuple[Mapping[str, Any], ...]
+
+    def stage(self, name: str, program: int = 0) -> str:
+        """Return the graphs after a stage as Python source that runs.
+
+        Args:
+            name: one of `trace`, `normalise`, `find_branches`, `find_token_dim`, `partition`, `insert_state`, `lower`.
+            program: which of the programs.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        if name not in STAGES:
+            raise ValueError(f"There is no stage {name!r}; the stages are {', '.join(STAGES)}.")
+        return render(self.records[program][name])
+
+    def __str__(self) -> str:
+        return "\n\n".join(_describe(program) for program in self.programs)
+
+
+def explain(
+    step: Callable[..., Any], *args: Any, options: Options | Mapping[str, Any] | None = None, **kwargs: Any
+) -> Explanation:
+    """Rewrite a step for these arguments and show the result; the step's graph is not run.
+
+    Args:
+        step: the step, not compiled (or what `torch.compile` returned for it).
+        *args, **kwargs: its arguments; models and tensors may be on the meta device.
+        options: as for `torch.compile(..., options=...)`.
+
+    Raises:
+        LongstrawError: the step can't be rewritten.
+        ValueError: the step contains no model.
+    """
+    found = Recorder(Options.of(options), stop=True)
+    step = getattr(step, "_torchdynamo_orig_callable", step)
+    torch._dynamo.reset()
+    try:
+        torch.compile(step, backend=found)(*args, **kwargs)
+    except Exception as error:
+        if not isinstance(_cause(error), _Captured):
+            raise (_cause(error) if isinstance(_cause(error), LongstrawError) else error) from None
+    finally:
+        torch._dynamo.reset()
+    if not found.programs:
+        raise ValueError("The step contains no model: nothing was rewritten.")
+    return Explanation(tuple(found.programs), tuple(found.records))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error that a backend raised, below Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None) or error.__cause__
+    return error if inner is None else _cause(inner)
+
+
+class _Captured(Exception):
+    """Ends the call once the step is rewritten."""
+
+
+class Recorder:
+    """The backend, keeping the record of every stage.
+
+    Args:
+        options: the user's options.
+        stop: end the call at the first graph with a model, before anything runs.
+    """
+
+    def __init__(self, options: Options, *, stop: bool = False) -> None:
+        self.options, self.stop = options, stop
+        self.programs: list[Lowered] = []
+        self.records: list[dict[str, Any]] = []
+        self.__name__ = "longstraw"
+        compat.trace_backward_inside(self)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not backend.may_have_model(gm):
+            return gm.forward if self.stop else backend.inner(self.options)(gm, example_inputs)
+        compat.retrace_with_symbolic_sizes()
+        compiled = backend.compile_graph(gm, options=self.options, observe=self._observe)
+        if self.stop:
+            raise _Captured
+        return compiled
+
+    def _observe(self, name: str, record: Any) -> None:
+        if name == STAGES[0]:
+            self.records.append({})
+        self.records[-1][name] = record
+        if isinstance(record, Lowered):
+            self.programs.append(record)
+
+
+# --- the summary ------------------------------------------------------------------------------------------------------
+
+
+def _describe(program: Lowered) -> str:
+    located = program.step.partitioned.step
+    options = located.options
+    lines = [
+        f"longstraw: {len(program.step.branches)} branch{'es' if len(program.step.branches) != 1 else ''}, "
+        f"rows = {located.sizes.rows_expr}, tokens per row = {located.sizes.tokens_expr}, "
+        f"prompt_grad = {options.prompt_grad}"
+    ]
+    for number, branch in enumerate(program.step.branches):
+        lines += ["", f"branch {number}", *(f"  {line}" for line in _describe_branch(branch))]
+    lines += ["", f"objective: {_ops(program.step.partitioned.objective)}"]
+    return "\n".join(lines)
+
+
+def _describe_branch(branch: Stateful) -> list[str]:
+    lines = []
+    for i, node in enumerate(branch.segment.results):
+        window = next(head.window for head in branch.segment.heads if i in head.results)
+        lines.append(f"result {node.name} for tokens {window.start} to {window.stop}")
+    total = sum(slot.bytes_per_token for slot in branch.slots)
+    lines.append(f"state: {len(branch.slots)} slots of {len(branch.sites)} attentions, {total} bytes per token of a row")
+    lines += [f"  {line}" for line in _state_table(branch)]
+    for name in ("capture", "score"):
+        lines.append(f"{name}: {_ops(getattr(branch, name))}")
+    for head in branch.segment.heads:
+        lines.append(f"head: {_ops(head.graph.module)}; about {head.bytes_per_token} bytes per token, run in tiles")
+    return lines
+
+
+def _state_table(branch: Stateful) -> list[str]:
+    """Return the slots, equal ones of neighbouring layers in one line."""
+    groups: list[tuple[tuple[int, int, str], list[int]]] = []
+    for i, site in enumerate(branch.sites):
+        key, value = branch.slots[site.key_slot], branch.slots[site.value_slot]
+        shared = any(site.key_slot == other.key_slot for other in branch.sites[:i])
+        bytes_ = 0 if shared else key.bytes_per_token + value.bytes_per_token
+        mask = "causal" if site.causal else f"mask {', '.join(map(str, site.masks))}"
+        text = f"{key.heads} x {key.width} keys, {value.heads} x {value.width} values, {str(key.dtype)[6:]}, {mask}"
+        text = f"reads the state of an earlier attention, {mask}" if shared else text
+        look = (bytes_, key.heads, text)
+        if groups and groups[-1][0] == look:
+            groups[-1][1].append(i)
+        else:
+            groups.append((look, [i]))
+    return [f"attention {_span(members):<8} {look[0]:>8} B/token  {look[2]}" for look, members in groups]
+
+
+def _span(members: list[int]) -> str:
+    return str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
+
+
+def _ops(module: fx.GraphModule, most: int = 6) -> str:
+    names = collections.Counter(op_name(n).rsplit(".", 1)[-1] for n in module.graph.nodes if n.op == "call_function")
+    listed = ", ".join(f"{count} {name}" for name, count in names.most_common(most))
+    return f"{sum(names.values())} ops ({listed}{', ...' if len(names) > most else ''})"
