@@ -113,7 +113,7 @@ RECURRENT = frozenset((
 # Keys are chosen by their values or by an arrangement of the whole row, or the model branches on its inputs.
 OTHER = frozenset((
     "axk2", "big_bird", "bigbird_pegasus", "dbrx", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text",
-    "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "prophetnet",
+    "glm_moe_dsa", "hy_v4", "llama-dynamic", "longcat_flash", "minimax_m3_vl_text", "prophetnet",
 ))  # fmt: skip
 
 # Wrappers around a text model of another module, where `build` can't reach what computes in float32.
@@ -193,8 +193,8 @@ def names() -> list[str]:
 
 def mixing(name: str) -> str:
     """How tokens meet in a model (or variant): "attention" alone, "recurrent" too, or "other"."""
-    name = VARIANTS[name][0] if name in VARIANTS else name
-    return "recurrent" if name in RECURRENT else "other" if name in OTHER else "attention"
+    kinds = {name, VARIANTS[name][0]} if name in VARIANTS else {name}
+    return "recurrent" if kinds & RECURRENT else "other" if kinds & OTHER else "attention"
 
 
 def rtol(name: str) -> float:
