@@ -54,7 +54,7 @@ def test_step_equals_eager(name: str) -> None:
     inputs = step.inputs(model)
     comparison = compare(step, model, inputs, options=OPTIONS)
     print(name, comparison.describe(), sep="\n")
-    assert_equal(comparison, rtol=zoo.rtol(name))
+    assert_equal(comparison, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "phi3"])

@@ -6,12 +6,8 @@ adjustments, and gives every parameter a random value of sensible size, so that 
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import re
-import sys
-import types
 import warnings
 
 import torch
@@ -19,6 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.models import float64
 
 VOCAB = 128
 WINDOW = 8
@@ -116,9 +114,6 @@ OTHER = frozenset((
     "glm_moe_dsa", "hy_v4", "llama-dynamic", "longcat_flash", "minimax_m3_vl_text", "prophetnet",
 ))  # fmt: skip
 
-# Wrappers around a text model of another module, where `build` can't reach what computes in float32.
-FLOAT32_INSIDE = frozenset(("fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"))
-
 # A model type with a part of its configuration changed.
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama-yarn": (
@@ -195,11 +190,6 @@ def mixing(name: str) -> str:
     """How tokens meet in a model (or variant): "attention" alone, "recurrent" too, or "other"."""
     kinds = {name, VARIANTS[name][0]} if name in VARIANTS else {name}
     return "recurrent" if kinds & RECURRENT else "other" if kinds & OTHER else "attention"
-
-
-def rtol(name: str) -> float:
-    """How close to eager's a compiled step's numbers must be: the sum of rounded gradients isn't the rounded sum."""
-    return 2e-6 if name in FLOAT32_INSIDE or mixing(name) == "recurrent" else 1e-10
 
 
 # What shrinking by name alone gets wrong, by model type: values, or None to leave the default alone.
@@ -336,12 +326,18 @@ def build(
     """A tiny random model of a type or variant, in eval mode; `overrides` are configuration values.
 
     A type that has no `attention` of the kind asked for gets its own, written out. With `float64_inside` (and
-    dtype float64, and attention only) what the modeling code computes in float32 is float64 too: the sum of rounded
-    gradients isn't the rounded sum, so a norm in float32 hides errors below 1e-7.
+    dtype float64) the type's modelling code computes in float64 what it would in float32, else as it was written: it
+    holds for all models of the type, until one is built the other way. The sum of rounded gradients isn't the rounded
+    sum, so a norm in float32 hides errors below 1e-7.
     """
     if name in VARIANTS:
         name, changed = VARIANTS[name]
         overrides = {**changed, **overrides}
+    modules = float64.for_model(name)
+    if float64_inside and dtype == torch.float64:
+        float64.apply(modules)
+    else:
+        float64.restore(modules)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -349,33 +345,14 @@ def build(
         for part in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
             part._experts_implementation = "batched_mm"
         torch.manual_seed(seed)
-        cls = AutoModelForCausalLM._model_mapping[type(config)]
-        if cls.config_class is not type(config):
-            config = config.get_text_config()
-        if float64_inside and dtype == torch.float64 and mixing(name) != "recurrent":
-            cls = getattr(in_float64(cls.__module__), cls.__name__)
         try:
-            model = cls._from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         except ValueError as error:
             if "does not support an attention implementation" not in str(error):
                 raise
-            model = cls._from_config(config, dtype=dtype, attn_implementation="eager")
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     randomise(model, seed)
     return model.eval()
-
-
-def in_float64(name: str) -> types.ModuleType:
-    """A copy of a modeling module in which every float32 is a float64, line by line the same."""
-    copy = f"{name}_in_float64"
-    if copy not in sys.modules:
-        original = importlib.import_module(name)
-        with open(original.__file__, encoding="utf-8") as file:
-            source = file.read().replace(".float()", ".double()").replace("torch.float32", "torch.float64")
-        module = types.ModuleType(copy)
-        module.__dict__.update(__file__=original.__file__, __package__=original.__package__)
-        sys.modules[copy] = module
-        exec(compile(re.sub(r"torch\.float\b", "torch.float64", source), original.__file__, "exec"), module.__dict__)
-    return sys.modules[copy]
 
 
 KEEP_NEAR_INITIAL = ("A_log", "dt_bias", "dt_proj.bias", "rg_lru", "time_decay", "time_first")
