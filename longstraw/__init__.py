@@ -1,6 +1,6 @@
 """longstraw: a torch.compile backend for GRPO steps with very long prompts.
 
-    step = torch.compile(step, backend="longstraw")
+step = torch.compile(step, backend="longstraw")
 """
 
 from longstraw.arch.rules import Rule

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
+from longstraw.errors import ModelSplit, WideResult
 from longstraw.options import Options
 from longstraw.passes.find_branches import find_branches
 from longstraw.passes.find_token_dim import find_token_dim
@@ -48,7 +49,18 @@ def longstraw(
     if not may_have_model(gm):
         return inner(chosen)(gm, example_inputs)
     compat.retrace_with_symbolic_sizes()
-    return compile_graph(gm, options=chosen)
+    try:
+        return compile_graph(gm, options=chosen)
+    except WideResult as error:
+        broken = compat.graph_break(gm)
+        if broken is None:
+            raise
+        raise ModelSplit(
+            f"Dynamo broke the step inside the model, so only a piece of it can be seen: {broken[0]}.",
+            where=broken[1],
+            remedy="The model must trace into one graph: keep Python control flow that depends on tensor values, numpy "
+            "calls and prints out of it. torch.compile(step, fullgraph=True) and TORCH_LOGS=graph_breaks show more.",
+        ) from error
 
 
 def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Compiled:
@@ -97,7 +109,11 @@ def _finish(name: str, step: Any, options: Options, observe: Observer | None) ->
 
 def inner(options: Options) -> Compiled:
     """Return the backend for graphs without a model region."""
-    return compat.lookup_backend(options.inner_backend) if isinstance(options.inner_backend, str) else options.inner_backend
+    return (
+        compat.lookup_backend(options.inner_backend)
+        if isinstance(options.inner_backend, str)
+        else options.inner_backend
+    )
 
 
 compat.trace_backward_inside(longstraw)

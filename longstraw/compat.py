@@ -17,6 +17,7 @@ import torch.fx.experimental._config as fx_config
 from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -96,7 +97,9 @@ def _backend_being_compiled_for() -> Callable[..., Any] | None:
     found = frame.f_locals["compiler_fn"] if frame is not None else None
     while found is not None:
         wrapped = [
-            getattr(found, name) for name in ("_torchdynamo_orig_backend", "compiler_fn", "func") if hasattr(found, name)
+            getattr(found, name)
+            for name in ("_torchdynamo_orig_backend", "compiler_fn", "func")
+            if hasattr(found, name)
         ]
         if not wrapped:
             break
@@ -122,10 +125,25 @@ def fake_inputs(gm: fx.GraphModule) -> list[Any]:
     return [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
 
 
+def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Return why and on which line of the user's Dynamo ended this graph early, or None when it is the whole frame."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    line = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}" if frame is not None else ""
+    return reason.reason.splitlines()[0], line
+
+
 def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
     """Trace `run` over fake values to ATen before autograd and autocast: attention and grad-mode switches survive."""
-    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), contextlib.nullcontext())
-    with mode, fx.traceback.preserve_node_meta():
+    mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            # Without a tracing context of its own, make_fx looks for a mode in views' bases and finds Dynamo's next one.
+            stack.enter_context(tracing(TracingContext(mode)))
+            stack.enter_context(mode)
+        stack.enter_context(fx.traceback.preserve_node_meta())
         return cast(fx.GraphModule, make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes))
 
 

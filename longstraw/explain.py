@@ -144,7 +144,9 @@ def _describe_branch(branch: Stateful) -> list[str]:
         window = next(head.window for head in branch.segment.heads if i in head.results)
         lines.append(f"result {node.name} for tokens {window.start} to {window.stop}")
     total = sum(slot.bytes_per_token for slot in branch.slots)
-    lines.append(f"state: {len(branch.slots)} slots of {len(branch.sites)} attentions, {total} bytes per token of a row")
+    lines.append(
+        f"state: {len(branch.slots)} slots of {len(branch.sites)} attentions, {total} bytes per token of a row"
+    )
     lines += [f"  {line}" for line in _state_table(branch)]
     for name in ("capture", "score"):
         lines.append(f"{name}: {_ops(getattr(branch, name))}")

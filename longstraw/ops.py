@@ -18,7 +18,13 @@ class Span(Protocol):
     """What a stateful graph asks of the run time."""
 
     def attend(
-        self, site: int, query: Tensor, key: Tensor, value: Tensor, score_inputs: tuple[Tensor, ...], sink: Tensor | None
+        self,
+        site: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_inputs: tuple[Tensor, ...],
+        sink: Tensor | None,
     ) -> Tensor:
         """Attend from the span's queries to earlier keys and the span's own; `[rows, heads, tokens, width]`."""
         ...

@@ -57,7 +57,9 @@ class Parity:
         ]
         rows += [("missing", "", name) for name in self.missing]
         if self.prompt_grad == "none":
-            rows.append(("note", "", 'prompt_grad="none" leaves out the prompt\'s part of the gradient: this is its price'))
+            rows.append(
+                ("note", "", 'prompt_grad="none" leaves out the prompt\'s part of the gradient: this is its price')
+            )
         return "\n".join(f"{name:<10} {value:>16}  {text}" for name, value, text in rows)
 
 
@@ -158,7 +160,9 @@ def _compare(
     prompt_grad: str,
     eps: float,
 ) -> Parity:
-    both = {n: (e.double(), f.double()) for n in leaves if (e := expected[n]) is not None and (f := found[n]) is not None}
+    both = {
+        n: (e.double(), f.double()) for n in leaves if (e := expected[n]) is not None and (f := found[n]) is not None
+    }
     if not both:
         raise ValueError("No parameter got a gradient from the step: there is nothing to compare.")
     missing = tuple(n for n in leaves if (expected[n] is None) != (found[n] is None))

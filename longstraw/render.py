@@ -70,7 +70,13 @@ def _layouts(module: fx.GraphModule) -> dict[str, str]:
 
 def describe(layout: Any) -> str:
     """Return a layout in words, such as `rows, tokens, 64`."""
-    if layout and layout[0] and isinstance(layout[0][0], tuple) and layout[0][0] and not isinstance(layout[0][0][0], int):
+    if (
+        layout
+        and layout[0]
+        and isinstance(layout[0][0], tuple)
+        and layout[0][0]
+        and not isinstance(layout[0][0][0], int)
+    ):
         return " | ".join(describe(one) for one in layout)
     return ", ".join("*".join(_factor(f) for f in dim) or "1" for dim in layout)
 
@@ -108,7 +114,11 @@ def _source(name: str, module: fx.GraphModule, notes: dict[str, str]) -> str:
 
 def _import(alias: str, value: Any) -> str:
     if isinstance(value, types.ModuleType):
-        return f"import {value.__name__} as {alias}" if "." in value.__name__ or alias != value.__name__ else f"import {alias}"
+        return (
+            f"import {value.__name__} as {alias}"
+            if "." in value.__name__ or alias != value.__name__
+            else f"import {alias}"
+        )
     if alias in ("inf", "nan"):
         return f'{alias} = float("{alias}")'
     if alias == "NoneType":
@@ -129,7 +139,9 @@ def _constants(name: str, module: fx.GraphModule) -> list[str]:
         target = f"{name}_constants.{node.target}"
         if isinstance(value, torch.Tensor):
             small = value.numel() <= _SHOWN_CONSTANT
-            shown = f"torch.tensor({value.tolist()}, dtype={value.dtype})" if small else f"torch.empty({list(value.shape)})"
+            shown = (
+                f"torch.tensor({value.tolist()}, dtype={value.dtype})" if small else f"torch.empty({list(value.shape)})"
+            )
             lines.append(f"{target} = {shown}")
         elif isinstance(value, fx.GraphModule):
             function = f"{name}_{node.target}"

@@ -12,7 +12,7 @@ from torch import fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
 from longstraw.compat import expression, hint
-from longstraw.stages import Counts, Dim, Layout, Probe, Rows, Shuffled, Tokens, find_dim, has
+from longstraw.stages import Counts, Dim, Layout, Probe, Rows, Shuffled, Tokens, has
 
 aten = torch.ops.aten
 
@@ -142,7 +142,11 @@ def sliced(r: Reader, node: fx.Node) -> Layout:
     dim = source[d]
     if not (has(dim, Tokens) or has(dim, Rows)) or r.shape(node)[d] == r.sizes.of_dim(dim):
         size = r.shape(node)[d]
-        return (*source[:d], () if size == (1, 1) else (size,) if size != r.sizes.of_dim(dim) else dim, *source[d + 1 :])
+        return (
+            *source[:d],
+            () if size == (1, 1) else (size,) if size != r.sizes.of_dim(dim) else dim,
+            *source[d + 1 :],
+        )
     if dim != (dim[0],) or not isinstance(dim[0], Tokens):
         r.keep(node, dim, "it takes a part of the rows" if has(dim, Rows) else "it takes a part of the tokens")
     token = dim[0]
@@ -308,29 +312,18 @@ def embedding(r: Reader, node: fx.Node) -> Layout:
 
 
 def gathered(r: Reader, node: fx.Node) -> Layout:
-    """Entries along a plain dim, chosen for every token."""
+    """Entries along a plain dim, chosen for every token (of hidden values, or of a table)."""
     a = arguments(node)
     d = a["dim"] % len(r.shape(node))
-    operands = [x for x in (a["self"], a["index"]) if x in r.layouts]
-    if not operands:
-        out = r.operand(node, a["index"])
-        r.operand(node, a["self"])
-    else:
-        like = r.layouts[operands[0]]
-        at = (*like[:d], (), *like[d + 1 :])
-        index = a["index"]
-        if index in r.layouts:
-            out = r.layouts[index]
-        else:
-            out = r.align(node, index, (*like[:d], () if r.shape(index)[d] == (1, 1) else (r.shape(index)[d],), *like[d + 1 :]))
-        if a["self"] not in r.layouts:
-            r.align(node, a["self"], (*like[:d], (r.shape(a["self"])[d],), *like[d + 1 :]))
-        r.merge(node, [at, (*out[:d], (), *out[d + 1 :])])
-    source = r.layouts.get(a["self"], ())
-    if source:
-        r.keep(node, source[d], "it picks entries along that dim")
-    r.keep(node, out[d], "it picks entries along that dim")
-    return out
+    table, index = a["self"], a["index"]
+    like = next((r.layouts[x] for x in (table, index) if x in r.layouts), None)
+    read = [
+        r.operand(node, x) if x in r.layouts or like is None else r.align(node, x, _other_at(r, node, x, like, d))
+        for x in (table, index)
+    ]
+    r.keep(node, read[0][d], "it picks entries along that dim")
+    others = r.merge(node, [(*layout[:d], (), *layout[d + 1 :]) for layout in read])
+    return (*others[:d], read[1][d], *others[d + 1 :])
 
 
 def scattered(r: Reader, node: fx.Node) -> Layout:
@@ -339,7 +332,11 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
     like = next((r.layouts[x] for x in tensors(node.args) if x in r.layouts), None)
     out = r.layouts.get(a["self"])
     if out is None:
-        out = r.operand(node, a["self"]) if like is None else r.align(node, a["self"], _plain_at(r, a["self"], like, a["dim"]))
+        out = (
+            r.operand(node, a["self"])
+            if like is None
+            else r.align(node, a["self"], _other_at(r, node, a["self"], like, a["dim"]))
+        )
     d = a["dim"] % len(out)
     r.keep(node, out[d], "it writes along that dim")
     for name in ("index", "src"):
@@ -348,15 +345,18 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
             if other in r.layouts:
                 layout = r.layouts[other]
             else:
-                layout = r.align(node, other, _plain_at(r, other, out, d))
+                layout = r.align(node, other, _other_at(r, node, other, out, d))
             r.merge(node, [(*out[:d], (), *out[d + 1 :]), (*layout[:d], (), *layout[d + 1 :])])
     return out
 
 
-def _plain_at(r: Reader, node: fx.Node, like: Layout, d: int) -> Layout:
-    shape = r.shape(node)
-    d %= len(shape)
-    return (*like[:d], () if shape[d] == (1, 1) else (shape[d],), *like[d + 1 :])
+def _other_at(r: Reader, user: fx.Node, node: fx.Node, like: Layout, d: int) -> Layout:
+    """Return `like` with dim `d` as in `node`, judged by its size there."""
+    d %= len(like)
+    dim = r.sizes.locate(r.shape(node)[d])
+    if dim is None:
+        r.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
+    return (*like[:d], dim, *like[d + 1 :])
 
 
 def slice_scattered(r: Reader, node: fx.Node) -> Layout:
@@ -367,7 +367,7 @@ def slice_scattered(r: Reader, node: fx.Node) -> Layout:
     r.keep(node, out[d], "it writes a part of that dim")
     source = a["src"]
     if source not in r.layouts:
-        r.align(node, source, _plain_at(r, source, out, d))
+        r.align(node, source, _other_at(r, node, source, out, d))
     return out
 
 
@@ -613,5 +613,3 @@ RULES: dict[Any, LayoutRule] = _table()
 def is_pointwise(target: Any) -> bool:
     """Return whether an op is elementwise on its broadcast operands."""
     return torch.Tag.pointwise in getattr(target, "tags", ())
-
-

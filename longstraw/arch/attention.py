@@ -150,7 +150,9 @@ def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> 
     """Insert the bool mask (True = seen) that a fill with a hugely negative value stands for."""
     number = value
     if isinstance(value, fx.Node):
-        number = value.args[0] if value.args and packet(value.target) in (aten.scalar_tensor, aten.lift_fresh_copy) else None
+        number = (
+            value.args[0] if value.args and packet(value.target) in (aten.scalar_tensor, aten.lift_fresh_copy) else None
+        )
         if packet(value.target) in (aten.full, aten.full_like):
             number = value.args[1]
         if isinstance(number, fx.Node):
@@ -208,9 +210,7 @@ def _step_down(softmax: fx.Node, found: _Scores, is_score: Callable[[fx.Node], b
             if left is not node:
                 _give_up(softmax, "its weights are not the left operand of a product with the values")
             return user, right  # type: ignore[return-value]
-        if name in _CASTS or name in _SHAPES:
-            node = user
-        elif name is aten.slice and found.sink is not None:
+        if name in _CASTS or name in _SHAPES or (name is aten.slice and found.sink is not None):
             node = user
         elif name is aten.mul and all(not isinstance(x, fx.Node) or x is node for x in user.args):
             _give_up(softmax, "its weights are scaled")

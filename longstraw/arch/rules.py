@@ -206,4 +206,3 @@ class Reader:
             where=user_line(node.meta.get("stack_trace")),
             remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
         )
-

@@ -142,9 +142,7 @@ class _Carver:
         return table[node]
 
     def _plain(self, node: fx.Node) -> Layout:
-        return tuple(
-            () if size == (1, 1) else (size,) for size in self.step.sizes.shape(node.meta["val"])
-        )
+        return tuple(() if size == (1, 1) else (size,) for size in self.step.sizes.shape(node.meta["val"]))
 
     def _token_input(self, node: fx.Node, layout: Layout) -> fx.Node:
         key = (node, self._signature(layout))
@@ -312,5 +310,3 @@ def _cannot(node: fx.Node, why: str) -> UnsupportedOp:
         where=user_line(node.meta.get("stack_trace")),
         remedy="Write it without explicit sizes (e.g. `-1`, `expand_as`, `zeros_like`), or add a rule.",
     )
-
-

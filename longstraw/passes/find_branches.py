@@ -120,7 +120,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
         return "invariant" if trains[node.name] else "block" if square else "light"
     if node.op == "get_attr":
         return "light"
-    operands = {kinds[x] for x in tensors((node.args, node.kwargs))}
+    operands = {kinds[x] for x in node.all_input_nodes} - {"size"}
     if "region" in operands:
         return "region"
     if "invariant" in operands:
@@ -140,7 +140,10 @@ def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes
         if node.op != "call_function" or packet(node.target) is not aten.cat or kinds[node] not in ("region", "given"):
             continue
         a = arguments(node)
-        whole, parts = sizes.shape(node.meta["val"])[a["dim"]], [sizes.shape(x.meta["val"])[a["dim"]] for x in a["tensors"]]
+        whole, parts = (
+            sizes.shape(node.meta["val"])[a["dim"]],
+            [sizes.shape(x.meta["val"])[a["dim"]] for x in a["tensors"]],
+        )
         if whole != sizes.tokens or whole in parts:
             continue
         before: set[fx.Node] = set()
@@ -189,11 +192,10 @@ def _components(graph: fx.Graph, kinds: dict[fx.Node, str]) -> tuple[tuple[fx.No
     region = [node for node in graph.nodes if kinds.get(node) == "region"]
     for node in region:
         leader[node] = node
-        for operand in tensors((node.args, node.kwargs)):
+        for operand in node.all_input_nodes:
             if kinds.get(operand) == "region":
                 leader[find(operand)] = find(node)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in region:
         groups.setdefault(find(node), []).append(node)
     return tuple(tuple(group) for group in groups.values())
-

@@ -16,7 +16,7 @@ from torch import fx
 
 from longstraw import arch, ops
 from longstraw.arch import aten as aten_rules
-from longstraw.arch.rules import LayoutRule, Reader, packet, tensors
+from longstraw.arch.rules import LayoutRule, Reader, packet
 from longstraw.errors import LongstrawError
 from longstraw.stages import Branched, Located
 
@@ -53,17 +53,17 @@ def find_token_dim(step: Branched) -> Located:
 
 
 def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
-    return any(kinds.get(x) == "region" for x in tensors((node.args, node.kwargs)))
+    return any(kinds.get(x) == "region" for x in node.all_input_nodes)
 
 
 def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kinds: Mapping[fx.Node, str]) -> Any:
     if node.target is operator.getitem:
         return aten_rules.getitem(reader, node)
-    rule = table.get(node.target) or table.get(packet(node.target))
+    rule = table.get(node.target)
     if node.target is not ops.attention and any(kinds.get(x) == "block" for x in node.all_input_nodes):
         reader.unsupported(node, "it combines hidden values with a mask or bias over pairs of tokens outside attention")
     if rule is None:
-        if not aten_rules.is_pointwise(node.target):
-            reader.unsupported(node, "no rule says what it does along the token dim")
-        rule = aten_rules.pointwise
+        rule = aten_rules.pointwise if aten_rules.is_pointwise(node.target) else table.get(packet(node.target))
+    if rule is None:
+        reader.unsupported(node, "no rule says what it does along the token dim")
     return rule(reader, node)

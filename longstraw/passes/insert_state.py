@@ -83,7 +83,8 @@ class _Builder:
         self.sites.append(Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line))  # type: ignore[arg-type]
         with self.graph.inserting_before(node):
             new = self.graph.call_function(
-                ops.attend, (self.span, len(self.sites) - 1, query, *kept, tuple(score_inputs), sink)  # type: ignore[arg-type]
+                ops.attend,
+                (self.span, len(self.sites) - 1, query, *kept, tuple(score_inputs), sink),  # type: ignore[arg-type]
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)

@@ -115,11 +115,9 @@ def _write_back(graph: fx.Graph, at: fx.Node, written: Any, new: fx.Node) -> Non
         base = written.args[0]
         if packet(written.target) in (aten.alias, aten.detach):
             updated = new
-        elif packet(written.target) in _BACK and len(written.args) <= 4:
+        elif packet(written.target) in _BACK:
             with graph.inserting_before(at):
-                scatter = getattr(_BACK[packet(written.target)], "default", None) or getattr(
-                    _BACK[packet(written.target)], "int"
-                )
+                scatter = getattr(_BACK[packet(written.target)], "default", None) or _BACK[packet(written.target)].int
                 updated = graph.call_function(scatter, (base, new, *written.args[1:]))
             updated.meta = {**at.meta, "val": base.meta["val"]}  # type: ignore[union-attr]
         else:
@@ -293,5 +291,3 @@ class _Emit:
         if reduction == _MEAN:
             loss = self(aten.div.Tensor, loss, self(aten.sum.default, valid))
         return loss
-
-

@@ -211,5 +211,3 @@ def extract(module: fx.GraphModule, *, outputs: Any, stops: Sequence[fx.Node]) -
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(map_arg(outputs, env.__getitem__))
     return restore_autocast(fx.GraphModule(module, graph))
-
-

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+
 def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphModule], Callable[..., Any]]) -> Any:
     """Return a callable with the graph's inputs and outputs, its forward pieces compiled.
 

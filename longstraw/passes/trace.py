@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from longstraw import compat
 from longstraw.options import Options
+from longstraw.passes.custom_backward import check_custom_backwards, inline_forward
 from longstraw.stages import Input, Traced
 
 
@@ -24,6 +25,7 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
         gm: Dynamo's graph; its placeholders carry fake values.
         options: handed on.
     """
+    check_custom_backwards(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fakes = compat.fake_inputs(gm)
     module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes)
@@ -42,6 +44,11 @@ class _Inline(fx.Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             body, *inputs = args
             return _Inline(body).run(*inputs)
+        if target is torch.ops.higher_order.autograd_function_apply:
+            forward, _, *inputs = args
+            return inline_forward(
+                forward, kwargs.get("non_differentiable_idx", ()), lambda body: _Inline(body).run(*inputs)
+            )
         return super().call_function(target, args, kwargs)
 
 

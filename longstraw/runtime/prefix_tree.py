@@ -64,9 +64,7 @@ def _node(
             alone += close
         left = [row for row in left if row not in close]
     size = batch(stop - shared)
-    node.children += [
-        Node(alone[i : i + size], shared, stop, shared=False) for i in range(0, len(alone), size)
-    ]
+    node.children += [Node(alone[i : i + size], shared, stop, shared=False) for i in range(0, len(alone), size)]
     return node
 
 

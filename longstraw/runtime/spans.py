@@ -48,7 +48,13 @@ class _Span:
         self._sites, self._blocks, self._where = sites, blocks, where
 
     def attend(
-        self, site: int, query: Tensor, key: Tensor, value: Tensor, score_inputs: tuple[Tensor, ...], sink: Tensor | None
+        self,
+        site: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_inputs: tuple[Tensor, ...],
+        sink: Tensor | None,
     ) -> Tensor:
         known = self._sites[site]
         ranges = (store.ranges(known.key_slot, known.value_slot) for store in self._where.path)
@@ -150,7 +156,9 @@ class Runner:
         wanted = results is not None and self.results_overlap(where.lo, where.hi)
         if not wanted and keep is None:
             return
-        graph = self.branch.relay if wanted and keep is not None else self.branch.score if wanted else self.branch.capture
+        graph = (
+            self.branch.relay if wanted and keep is not None else self.branch.score if wanted else self.branch.capture
+        )
         outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *self._arguments(where, None))
         if keep is not None:
             keep.append(outputs[: len(self.branch.slots)])
@@ -182,7 +190,9 @@ class Runner:
             return
         with torch.enable_grad():
             arguments = self._arguments(where, leaves)
-            graph = self.branch.relay if wanted and state_grads else self.branch.score if wanted else self.branch.capture
+            graph = (
+                self.branch.relay if wanted and state_grads else self.branch.score if wanted else self.branch.capture
+            )
             outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *arguments)
             count = len(self.branch.slots) if state_grads else 0
             pairs = [(out, grad) for out, grad in zip(outputs[:count], state_grads or (), strict=True)]
@@ -203,7 +213,9 @@ class Runner:
         for head, lo, hi in self._tiles(where):
             grads = [self._take_grad(result_grads[index], index, where, lo, hi) for index in head.results]
             values = self._run_head(head, where, lo, hi, cut, leaves)
-            pairs = [(v, g.to(v.dtype)) for v, g in zip(values, grads, strict=True) if g is not None and v.requires_grad]
+            pairs = [
+                (v, g.to(v.dtype)) for v, g in zip(values, grads, strict=True) if g is not None and v.requires_grad
+            ]
             if pairs:
                 torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
             for sum_, leaf in zip(total, cut, strict=True):
@@ -240,7 +252,9 @@ class Runner:
 
     def _frontier_layout(self, index: int) -> Any:
         head = self.segment.heads[0].graph.module
-        return [n for n in head.graph.nodes if n.op == "placeholder" and n.name.startswith("hidden_")][index].meta["layout"]
+        return [n for n in head.graph.nodes if n.op == "placeholder" and n.name.startswith("hidden_")][index].meta[
+            "layout"
+        ]
 
     def _arguments(self, where: Where, leaves: Leaves | None) -> list[Any]:
         inputs = self._inputs(self.segment.body.inputs, where, where.lo, where.hi, leaves)

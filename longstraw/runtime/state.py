@@ -43,7 +43,9 @@ class Store:
         stores = self._alive()
         count = values[0].shape[2] if values else 0
         if self._written + count > self.stop:
-            raise StateMisuse(f"{self.owner} appends tokens up to {self._written + count}, its store ends at {self.stop}.")
+            raise StateMisuse(
+                f"{self.owner} appends tokens up to {self._written + count}, its store ends at {self.stop}."
+            )
         for store, value in zip(stores, values, strict=True):
             store.narrow(2, self._written - self.start, count).copy_(value)
         self._written += count

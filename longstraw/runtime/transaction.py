@@ -62,13 +62,16 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
             continue
         source = next(i.source for i in located.inputs if i.name == node.name)
         if value.ndim and value.numel() == 0:
-            raise BadInput(f"{source} is empty: its shape is {tuple(value.shape)}.", remedy="Give it at least one entry.")
+            raise BadInput(
+                f"{source} is empty: its shape is {tuple(value.shape)}.", remedy="Give it at least one entry."
+            )
         if value.ndim:
             devices.setdefault(value.device, source)
     if len(devices) > 1:
         listed = ", ".join(f"{source} on {device}" for device, source in devices.items())
         raise BadInput(
-            f"The step's tensors are on different devices: {listed}.", remedy="Move the model and its inputs to one device."
+            f"The step's tensors are on different devices: {listed}.",
+            remedy="Move the model and its inputs to one device.",
         )
 
 
@@ -207,7 +210,11 @@ class BranchRun:
         for value, dims in self._compared:
             if len(dims) > 1:
                 token_start, per_row = dims[1], value
-                same = (per_row[rows] == per_row[row]).flatten(2).all(-1) if per_row.ndim > 2 else per_row[rows] == per_row[row]
+                same = (
+                    (per_row[rows] == per_row[row]).flatten(2).all(-1)
+                    if per_row.ndim > 2
+                    else per_row[rows] == per_row[row]
+                )
                 for i, line in enumerate(same):
                     different = (~line).nonzero()
                     if len(different):
