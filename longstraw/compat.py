@@ -6,6 +6,7 @@ Covered releases: 2.11 to 2.14. Each function has a test of its own, so that a r
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -130,7 +131,9 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    frame = reason.user_stack[-1] if reason.user_stack else None
+    inside = os.path.dirname(torch.__file__)
+    frames = [frame for frame in reason.user_stack or () if not frame.filename.startswith(inside)]
+    frame = frames[-1] if frames else None
     line = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}" if frame is not None else ""
     return reason.reason.splitlines()[0], line
 

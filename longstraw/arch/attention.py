@@ -223,6 +223,7 @@ def _score_function(
 ) -> tuple[float, fx.Node | None, tuple[fx.Node, ...]]:
     """Fold plain factors into the scale; put what remains in a graph `(raw, *inputs) -> scores`."""
     steps = list(reversed(found.steps))  # product side first
+    scaled = product
     while steps:
         node = steps[0]
         numbers = [x for x in node.args if isinstance(x, (int, float)) and not isinstance(x, bool)]
@@ -232,7 +233,7 @@ def _score_function(
             scale /= float(numbers[0])
         else:
             break
-        steps.pop(0)
+        scaled = steps.pop(0)
     if not steps:
         return scale, None, ()
     graph = fx.Graph()
@@ -245,7 +246,7 @@ def _score_function(
         for operand in tensors((node.args, node.kwargs)):
             if operand in env:
                 continue
-            if operand in chain or _leads_to(operand, product, chain):
+            if operand in chain or _leads_to(operand, scaled, chain):
                 env[operand] = previous
             else:
                 env[operand] = graph.placeholder(f"input_{len(inputs)}")
@@ -260,9 +261,9 @@ def _score_function(
     return scale, function, tuple(inputs)
 
 
-def _leads_to(node: fx.Node, product: fx.Node, chain: set[fx.Node]) -> bool:
-    """Return whether casts and views alone lead from a step of the chain or the product to this node."""
-    while node is not product and node not in chain:
+def _leads_to(node: fx.Node, scaled: fx.Node, chain: set[fx.Node]) -> bool:
+    """Return whether casts and views alone lead from a step of the chain or the scaled products to this node."""
+    while node is not scaled and node not in chain:
         if packet(node.target) not in (*_CASTS, *_SHAPES):
             return False
         node = node.args[0]  # type: ignore[assignment]

@@ -40,7 +40,10 @@ def packet(target: Any) -> Any:
 
 def op_name(node: fx.Node) -> str:
     """Return an op's name as a user would look it up."""
-    return str(packet(node.target)) if node.op == "call_function" else node.op
+    target = packet(node.target)
+    if node.op != "call_function":
+        return node.op
+    return str(target) if hasattr(node.target, "_schema") else str(getattr(target, "__name__", target))
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -122,6 +122,9 @@ class _Carver:
         if node in self.env:
             return self.env[node]
         kind = self.step.kinds[node]
+        if node.op == "get_attr" and "val" not in node.meta:  # a score function
+            self.env[node] = self._plain_copy(node)
+            return self.env[node]
         if user.target is ops.attention and node in user.args[3]:  # type: ignore[operator]
             return self._known(self.masks, node, "mask")
         if kind == "block":

@@ -64,6 +64,7 @@ def _two_token_dims(graph: fx.Graph) -> Any:
 # --- in-place ops -----------------------------------------------------------------------------------------------------
 
 _BACK = {aten.slice: aten.slice_scatter, aten.select: aten.select_scatter}
+_SAME_ORDER = (aten.view, aten.unsqueeze, aten.squeeze)
 _ALIASES = (aten.view, aten.alias, aten.detach, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute, aten.expand)
 
 
@@ -113,6 +114,8 @@ def _write_back(graph: fx.Graph, at: fx.Node, written: Any, new: fx.Node) -> Non
     _replace_later(written, new, at)
     while isinstance(written, fx.Node) and packet(written.target) in (*_BACK, *_ALIASES):
         base = written.args[0]
+        if not _used_later(base, at, written):
+            return
         if packet(written.target) in (aten.alias, aten.detach):
             updated = new
         elif packet(written.target) in _BACK:
@@ -120,12 +123,32 @@ def _write_back(graph: fx.Graph, at: fx.Node, written: Any, new: fx.Node) -> Non
                 scatter = getattr(_BACK[packet(written.target)], "default", None) or _BACK[packet(written.target)].int
                 updated = graph.call_function(scatter, (base, new, *written.args[1:]))
             updated.meta = {**at.meta, "val": base.meta["val"]}  # type: ignore[union-attr]
+        elif packet(written.target) in _SAME_ORDER:
+            with graph.inserting_before(at):
+                updated = graph.call_function(aten.view_as.default, (new, base))
+            updated.meta = {**at.meta, "val": base.meta["val"]}  # type: ignore[union-attr]
+        elif packet(written.target) is aten.transpose:
+            with graph.inserting_before(at):
+                updated = graph.call_function(aten.transpose.int, (new, *written.args[1:]))
+            updated.meta = {**at.meta, "val": base.meta["val"]}  # type: ignore[union-attr]
         else:
             raise _in_place_error(at, f"it writes through {op_name(written)}")
         if isinstance(base, fx.Node) and base.op == "placeholder":
             raise _in_place_error(at, "it changes one of the step's inputs")
         _replace_later(base, updated, at)
         written, new = base, updated
+
+
+def _used_later(node: Any, at: fx.Node, view: fx.Node) -> bool:
+    """Return whether a node (or, through other views, its memory) is read after `at`."""
+    if not isinstance(node, fx.Node) or node.op == "placeholder":
+        return True
+    order = {n: i for i, n in enumerate(at.graph.nodes)}
+    others = [user for user in node.users if user is not view]
+    if any(order[user] > order[at] or packet(user.target) in (*_BACK, *_ALIASES) for user in others):
+        return True
+    is_view = packet(node.target) in (*_BACK, *_ALIASES)
+    return is_view and _used_later(node.args[0], at, node)
 
 
 def _replace_later(old: Any, new: fx.Node, at: fx.Node) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor, fx
 
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime import attention
-from longstraw.runtime.attention import KeyRange
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.layouts import Place, put, sum_rows, take
-from longstraw.runtime.state import Store
+from longstraw.runtime.state import Kept, Store, merged
 from longstraw.stages import Head, Segment, SegmentInputs, Site, Stateful
 
 Rows = tuple[int, ...]
@@ -46,6 +45,7 @@ class _Span:
 
     def __init__(self, sites: Sequence[Site], blocks: Sequence[Blocks], where: Where) -> None:
         self._sites, self._blocks, self._where = sites, blocks, where
+        self._since: dict[int, int] = {}
 
     def attend(
         self,
@@ -57,8 +57,11 @@ class _Span:
         sink: Tensor | None,
     ) -> Tensor:
         known = self._sites[site]
-        ranges = (store.ranges(known.key_slot, known.value_slot) for store in self._where.path)
-        earlier: list[KeyRange] = [found for found in ranges if found is not None]
+        blocks = self._blocks[site]
+        if id(blocks) not in self._since:
+            self._since[id(blocks)] = first_seen(blocks, self._where.lo, self._where.hi, 0, self._where.lo)
+        since = self._since[id(blocks)]
+        earlier = [part for store in self._where.path for part in store.ranges(known.key_slot, known.value_slot, since)]
         score = known.score
         return attention.attend(
             query,
@@ -66,12 +69,26 @@ class _Span:
             value,
             start=self._where.lo,
             earlier=earlier,
-            blocks=self._blocks[site],
+            blocks=blocks,
             scale=known.scale,
             score=None if score is None else lambda raw, q0, q1, k0, k1, *inputs: score(raw, *inputs),
             score_inputs=score_inputs,
             sink=sink,
         )
+
+
+def first_seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> int:
+    """Return the first of the keys `k0` to `k1` from which on any of the queries may see one (`k1` when none does)."""
+    if q0 >= q1 or k0 >= k1 or blocks.verdict(q0, q1, k0, k0 + 1) != "none":
+        return k0
+    unseen, seen = k0 + 1, k1 + 1  # keys k0..unseen are not seen; k0..seen-1 may be
+    while seen - unseen > 1:
+        middle = (unseen + seen) // 2
+        if blocks.verdict(q0, q1, k0, middle) == "none":
+            unseen = middle
+        else:
+            seen = middle
+    return unseen
 
 
 class Runner:
@@ -144,6 +161,31 @@ class Runner:
                         where=site.line,
                         remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to causal.",
                     )
+
+    def kept(self, rows: Rows, spans: Sequence[tuple[int, int]], until: int, stop: int) -> list[Kept]:
+        """Return for each slot which tokens later tokens can see.
+
+        Args:
+            rows: the rows that read the state.
+            spans: the runs of tokens that are captured at once.
+            until: end of the last of them that is kept.
+            stop: end of the rows.
+        """
+        groups = list(range(len(self.branch.slots)))  # slots that one attention reads are kept together
+        for site in self.branch.sites * 2:
+            groups[site.key_slot] = groups[site.value_slot] = min(groups[site.key_slot], groups[site.value_slot])
+        runs: dict[int, list[tuple[int, int]]] = {group: [] for group in groups}
+        readers: dict[int, dict[int, Blocks]] = {group: {} for group in groups}
+        for site, blocks in zip(self.branch.sites, self.blocks(rows), strict=True):
+            readers[groups[site.key_slot]][id(blocks)] = blocks
+        for lo, hi in spans:
+            first: dict[int, int] = {}
+            for group, found in readers.items():
+                for key, blocks in found.items():
+                    if key not in first:
+                        first[key] = first_seen(blocks, hi, stop, lo, hi)
+                runs[group].append((min((first[key] for key in found), default=lo), min(hi, until)))
+        return [merged(runs[group]) for group in groups]
 
     # --- running ----------------------------------------------------------------------------------------------------
 

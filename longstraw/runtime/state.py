@@ -1,12 +1,14 @@
 """Captured per-token state of one node of the prefix tree: preallocated, contiguous, with gradients of the same layout.
 
-A store is owned by the node that allocated it. Tokens are appended in order; `restore` says how many of them the
-next span sees; after `release` every use is an error.
+A store is owned by the node that allocated it. Tokens are appended in order; `restore` says how many of them the next span
+sees; after `release` every use is an error. Tokens that no later token can see (outside a sliding window, padding) are
+not kept: `Kept` says which are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +18,47 @@ from longstraw.runtime.attention import KeyRange
 from longstraw.stages import Slot
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Which runs of tokens a slot keeps, in order and apart, and where each begins in the store."""
+
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def total(self) -> int:
+        """Number of tokens kept."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def overlaps(self, lo: int, hi: int) -> list[tuple[int, int, int]]:
+        """Return `(first token, last token + 1, place in the store)` of what is kept of the tokens `lo` to `hi`."""
+        found, place = [], 0
+        for start, stop in self.runs:
+            a, b = max(start, lo), min(stop, hi)
+            if a < b:
+                found.append((a, b, place + a - start))
+            place += stop - start
+        return found
+
+
+def merged(runs: Sequence[tuple[int, int]]) -> Kept:
+    """Return runs with neighbours joined and empty ones left out."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if start >= stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return Kept(tuple(joined))
+
+
 class Store:
     """Keys and values of the tokens `start` to `stop` of some rows, for every slot.
 
     Args:
         slots: what is kept per token.
+        kept: for each slot, which tokens.
         owner: who owns it, for messages.
         rows: number of rows (1 for a shared prefix).
         start, stop: row coordinates.
@@ -28,13 +66,23 @@ class Store:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], *, owner: str, rows: int, start: int, stop: int, device: torch.device
+        self,
+        slots: Sequence[Slot],
+        kept: Sequence[Kept],
+        *,
+        owner: str,
+        rows: int,
+        start: int,
+        stop: int,
+        device: torch.device,
     ) -> None:
         self.owner, self.start, self.stop = owner, start, stop
         self.visible = start
+        self._kept = tuple(kept)
         self._written = start
         self._values: list[Tensor] | None = [
-            torch.empty((rows, slot.heads, stop - start, slot.width), dtype=slot.dtype, device=device) for slot in slots
+            torch.empty((rows, slot.heads, kept.total, slot.width), dtype=slot.dtype, device=device)
+            for slot, kept in zip(slots, kept, strict=True)
         ]
         self._grads: list[Tensor] | None = None
 
@@ -42,14 +90,13 @@ class Store:
         """Write the state of the next tokens, `[rows, heads, tokens, width]` for each slot."""
         stores = self._alive()
         count = values[0].shape[2] if values else 0
-        if self._written + count > self.stop:
-            raise StateMisuse(
-                f"{self.owner} appends tokens up to {self._written + count}, its store ends at {self.stop}."
-            )
-        for store, value in zip(stores, values, strict=True):
-            store.narrow(2, self._written - self.start, count).copy_(value)
-        self._written += count
-        self.visible = self._written
+        lo, hi = self._written, self._written + count
+        if hi > self.stop:
+            raise StateMisuse(f"{self.owner} appends tokens up to {hi}, its store ends at {self.stop}.")
+        for store, kept, value in zip(stores, self._kept, values, strict=True):
+            for a, b, place in kept.overlaps(lo, hi):
+                store.narrow(2, place, b - a).copy_(value.narrow(2, a - lo, b - a))
+        self._written = self.visible = hi
 
     def restore(self, until: int) -> None:
         """Show later spans the tokens before `until` only."""
@@ -64,23 +111,33 @@ class Store:
             torch.zeros_like(value, dtype=torch.promote_types(value.dtype, dtype)) for value in self._alive()
         ]
 
-    def ranges(self, key_slot: int, value_slot: int) -> KeyRange | None:
-        """Return the visible keys and values with their gradient accumulators, or None when nothing is visible."""
-        count = self.visible - self.start
+    def ranges(self, key_slot: int, value_slot: int, since: int) -> list[KeyRange]:
+        """Return the visible keys and values from token `since` on, with their gradient accumulators."""
         stores = self._alive()
-        if count == 0:
-            return None
-        key, value = (stores[slot].narrow(2, 0, count) for slot in (key_slot, value_slot))
-        grads: tuple[Tensor | None, Tensor | None] = (None, None)
-        if self._grads is not None:
-            grads = (self._grads[key_slot].narrow(2, 0, count), self._grads[value_slot].narrow(2, 0, count))
-        return KeyRange(self.start, key, value, *grads)
+        assert self._kept[key_slot] == self._kept[value_slot], "keys and values of an attention are kept together"
+        found = []
+        for lo, hi, place in self._kept[key_slot].overlaps(max(since, self.start), self.visible):
+            parts: list[Tensor | None] = [stores[slot].narrow(2, place, hi - lo) for slot in (key_slot, value_slot)]
+            for slot in (key_slot, value_slot):
+                parts.append(None if self._grads is None else self._grads[slot].narrow(2, place, hi - lo))
+            found.append(KeyRange(lo, *parts))  # type: ignore[arg-type]
+        return found
 
     def gradients(self, lo: int, hi: int) -> list[Tensor]:
-        """Return the accumulated gradients of tokens `lo` to `hi`, one view for each slot."""
+        """Return the accumulated gradients of tokens `lo` to `hi`, one for each slot; zero for tokens not kept."""
         self._alive()
         assert self._grads is not None, "gradients are tracked"
-        return [grad.narrow(2, lo - self.start, hi - lo) for grad in self._grads]
+        found = []
+        for grad, kept in zip(self._grads, self._kept, strict=True):
+            parts = kept.overlaps(lo, hi)
+            if len(parts) == 1 and parts[0][:2] == (lo, hi):
+                found.append(grad.narrow(2, parts[0][2], hi - lo))
+                continue
+            whole = grad.new_zeros((*grad.shape[:2], hi - lo, grad.shape[3]))
+            for a, b, place in parts:
+                whole.narrow(2, a - lo, b - a).copy_(grad.narrow(2, place, b - a))
+            found.append(whole)
+        return found
 
     def release(self) -> None:
         """Give the memory back; the store can't be used afterwards."""

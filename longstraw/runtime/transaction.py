@@ -296,9 +296,12 @@ class BranchRun:
 
     def _store(self, node: Node) -> Store:
         """Return room for the state of a node's tokens that later tokens read."""
-        stop = node.stop if node.children else max([node.start, *(lo for lo, _ in self._spans(node))])
+        spans = self._spans(node)
+        kept_spans = spans if node.children else spans[:-1]
+        stop = kept_spans[-1][1] if kept_spans else node.start
         return Store(
             self.branch.slots,
+            self.runner.kept(tuple(node.rows), kept_spans, stop, self.stop),
             owner=f"rows {node.rows[0]}..{node.rows[-1]}, tokens {node.start}..{node.stop}",
             rows=node.num_rows,
             start=node.start,
