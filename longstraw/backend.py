@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
-from longstraw.errors import ModelSplit, WideResult
+from longstraw.errors import LongstrawError, ModelSplit, StaticTokens, UnsupportedOp, WideResult
 from longstraw.options import Options
-from longstraw.passes.find_branches import find_branches
+from longstraw.passes.find_branches import find_branches, has_region
 from longstraw.passes.find_token_dim import find_token_dim
 from longstraw.passes.insert_state import insert_state
 from longstraw.passes.lower import lower
@@ -51,12 +51,13 @@ def longstraw(
     compat.retrace_with_symbolic_sizes()
     try:
         return compile_graph(gm, options=chosen)
-    except WideResult as error:
+    except LongstrawError as error:
         broken = compat.graph_break(gm)
-        if broken is None:
+        if broken is None or not isinstance(error, WideResult | UnsupportedOp | StaticTokens):
             raise
         raise ModelSplit(
-            f"Dynamo broke the step inside the model, so only a piece of it can be seen: {broken[0]}.",
+            f"Dynamo broke the step inside the model, so only a piece of it can be seen: {broken[0]}. That piece "
+            f"can't be run by itself: {error.what}",
             where=broken[1],
             remedy="The model must trace into one graph: keep Python control flow that depends on tensor values, numpy "
             "calls and prints out of it. torch.compile(step, fullgraph=True) and TORCH_LOGS=graph_breaks show more.",
@@ -73,7 +74,8 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
     """
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
-        return functools.partial(run_step, build(piece, options=options, observe=observe))
+        program = build(piece, options=options, observe=observe)
+        return piece.forward if program is None else functools.partial(run_step, program)
 
     return split_at_backward(gm, compile_piece=compile_piece)  # type: ignore[no-any-return]
 
@@ -89,11 +91,13 @@ PASSES: tuple[Callable[[Any], Any], ...] = (
 """The compiler's table of contents: what happens to a traced step, in order."""
 
 
-def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Lowered:
-    """Trace one Dynamo graph and run every pass over it."""
+def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Lowered | None:
+    """Trace one Dynamo graph and run every pass over it; return None when it has no tokens to run over."""
     step: Any = trace(gm, options=options)
     _finish("trace", step, options, observe)
     for run in PASSES:
+        if run is find_branches and not has_region(step):
+            return None
         step = run(step)
         _finish(run.__name__, step, options, observe)
     return step  # type: ignore[no-any-return]

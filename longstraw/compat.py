@@ -20,7 +20,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
@@ -170,6 +170,11 @@ def hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.hint is not None else 1
     return int(size)
+
+
+def depends_on_data(size: int | torch.SymInt) -> bool:
+    """Return whether a size was read from a tensor's values."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def source_name(placeholder: fx.Node) -> str:

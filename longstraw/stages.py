@@ -20,6 +20,7 @@ from torch import fx
 
 from longstraw.blocks import BlockProgram
 from longstraw.compat import expression
+from longstraw.errors import UnsupportedOp
 from longstraw.options import Options
 
 Probe = tuple[int, int]
@@ -114,7 +115,10 @@ class Sizes:
                 if symbol not in self._points:
                     n = len(self._points)
                     self._points[symbol] = (sympy.prime(150 + 7 * n), sympy.prime(300 + 11 * n))
-            values = [int(expr.subs({s: p[i] for s, p in self._points.items()})) for i in (0, 1)]
+            try:
+                values = [int(expr.subs({s: p[i] for s, p in self._points.items()})) for i in (0, 1)]
+            except (ZeroDivisionError, TypeError) as error:
+                raise UnsupportedOp(f"The size {expr} is not understood.", remedy="Sizes must not depend on data.") from error
             self._cache[expr] = (values[0], values[1])
         return self._cache[expr]
 

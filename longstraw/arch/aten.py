@@ -111,9 +111,10 @@ def expanded(r: Reader, node: fx.Node) -> Layout:
             if located is None:
                 r.unsupported(node, "it expands to a size that is neither rows nor tokens of the step")
             dims.append(located)
-        else:  # repeat of a dim that is not 1
-            if has(dim, Tokens) or has(dim, Rows):
-                r.keep(node, dim, "it repeats that dim")
+        elif has(dim, Tokens) or has(dim, Rows):  # repeat: the whole dim again and again
+            count = size[0] // r.sizes.of_dim(dim)[0]
+            dims.append(((count, count), *dim))
+        else:
             dims.append((size,))
     return tuple(dims)
 

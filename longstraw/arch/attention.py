@@ -19,6 +19,7 @@ from torch import fx
 from longstraw import ops
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
 
 aten = torch.ops.aten
@@ -76,6 +77,7 @@ class _Scores:
     masks: list[fx.Node] = field(default_factory=list)
     steps: list[fx.Node] = field(default_factory=list)  # elementwise ops on the scores, softmax side first
     sink: fx.Node | None = None
+    batch: tuple[Any, ...] | None = None  # rows and heads, where the scores have a dim for each
 
 
 def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[[fx.Node], bool]) -> None:
@@ -84,7 +86,9 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
     node = softmax.args[0]
     assert isinstance(node, fx.Node)
     while packet(node.target) not in _PRODUCTS:
-        node = _step_up(node, found, is_score, softmax)
+        if node.meta["val"].ndim == 4:
+            found.batch = tuple(node.meta["val"].shape[:2])
+        node = _step_up(module, node, found, is_score, softmax)
     a = arguments(node)
     query, key = (a["batch1"], a["batch2"]) if "batch1" in a else (a["self"], a.get("other", a.get("mat2")))
     scale = 1.0
@@ -98,9 +102,9 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
     scale, score, score_inputs = _score_function(module, node, found, scale)
     with graph.inserting_before(product):
         key = _transposed(graph, key)
-        scores_shape = softmax.args[0].meta["val"].shape  # type: ignore[union-attr]
+        batch = found.batch or _batch_of(query)
         masks = tuple(found.masks)
-        lifted = [_four_dims(graph, x, softmax, batch=scores_shape) for x in (query, key, value)]
+        lifted = [_four_dims(graph, x, softmax, batch=batch) for x in (query, key, value)]
         new = _insert(graph, product, lifted, masks, False, scale, score, score_inputs, found.sink)
         result = new if product.meta["val"].ndim == 4 else _reshape(graph, new, product)
     product.replace_all_uses_with(result)
@@ -112,7 +116,9 @@ def _is_block(node: Any, is_score: Callable[[fx.Node], bool]) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim >= 2
 
 
-def _step_up(node: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool], softmax: fx.Node) -> fx.Node:
+def _step_up(
+    module: fx.GraphModule, node: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool], softmax: fx.Node
+) -> fx.Node:
     """Record one op between softmax and product; return the operand that holds the scores."""
     name = packet(node.target)
     if node.op != "call_function":
@@ -132,23 +138,25 @@ def _step_up(node: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool],
         _give_up(softmax, f"{name} stands between the scores and the softmax")
     scores = scored[0]
     others = [x for x in operands if x is not scores]
-    if name is aten.add and len(others) == 1 and not found.steps and is_score(others[0]):
+    if name is aten.add and len(others) == 1 and not found.steps and _varies_with_tokens(others[0]):
         if node.kwargs.get("alpha", 1) != 1:
             _give_up(softmax, "its mask is scaled")
         found.masks.append(others[0])
     elif name is aten.masked_fill and not found.steps:
         a = arguments(node)
-        found.masks.append(_as_mask(node, a["mask"], a["value"], keep_where=False))
+        found.masks.append(_as_mask(module, node, a["mask"], a["value"], keep_where=False))
     elif name is aten.where and not found.steps and node.args[1] is scores:
-        found.masks.append(_as_mask(node, node.args[0], node.args[2], keep_where=True))
+        found.masks.append(_as_mask(module, node, node.args[0], node.args[2], keep_where=True))
     else:
         found.steps.append(node)
     return scores
 
 
-def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
+def _as_mask(module: fx.GraphModule, node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
     """Insert the bool mask (True = seen) that a fill with a hugely negative value stands for."""
     number = value
+    while isinstance(value, fx.Node) and packet(value.target) in (*_CASTS, *_SHAPES, aten.detach):
+        value = value.args[0]
     if isinstance(value, fx.Node):
         number = (
             value.args[0] if value.args and packet(value.target) in (aten.scalar_tensor, aten.lift_fresh_copy) else None
@@ -158,7 +166,7 @@ def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> 
         if isinstance(number, fx.Node):
             number = None
         if value.op == "get_attr":
-            number = float(getattr(value.graph.owning_module, str(value.target)))
+            number = float(getattr(module, str(value.target)))
     if number is None or not number <= -1e4:
         raise _not_attention(node, "it fills scores with a value that is not hugely negative")
     if keep_where:
@@ -168,6 +176,12 @@ def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> 
         seen = graph.call_function(aten.logical_not.default, (condition,))
     seen.meta = {**node.meta, "val": condition.meta["val"]}
     return seen
+
+
+def _varies_with_tokens(node: fx.Node) -> bool:
+    """Return whether a summand of the scores differs between queries or between keys."""
+    shape = node.meta["val"].shape[-2:]
+    return any(bool(expression(size).free_symbols) for size in shape)
 
 
 def _before_expand(node: fx.Node) -> fx.Node:
@@ -300,6 +314,13 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return new
 
 
+def _batch_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return rows and heads of an operand `[rows * heads, tokens, width]`, from the value that was flattened."""
+    while node.meta["val"].ndim == 3 and packet(node.target) in (*_SHAPES, *_CASTS, aten.mul, aten.transpose):
+        node = node.args[0]  # type: ignore[assignment]
+    return tuple(node.meta["val"].shape[:2]) if node.meta["val"].ndim == 4 else None
+
+
 def _four_dims(graph: fx.Graph, node: fx.Node, at: fx.Node, batch: Any = None) -> fx.Node:
     """Return an operand as `[rows, heads, tokens, width]`."""
     value = node.meta["val"]
@@ -307,8 +328,8 @@ def _four_dims(graph: fx.Graph, node: fx.Node, at: fx.Node, batch: Any = None) -
         return node
     if value.ndim == 5:  # grouped heads [rows, key_heads, group, tokens, width]
         shape = (value.shape[0], value.shape[1] * value.shape[2], *value.shape[3:])
-    elif value.ndim == 3 and batch is not None and len(batch) == 4:
-        shape = (*batch[:2], *value.shape[1:])  # [rows * heads, tokens, width]
+    elif value.ndim == 3 and batch is not None:
+        shape = (*batch, *value.shape[1:])  # [rows * heads, tokens, width]
     elif value.ndim == 3:
         shape = (value.shape[0], 1, *value.shape[1:])
     else:

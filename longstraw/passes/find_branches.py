@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw import ops
-from longstraw.arch.rules import arguments, packet, tensors
+from longstraw import compat, ops
+from longstraw.arch.rules import arguments, op_name, packet, tensors
 from longstraw.compat import expression
-from longstraw.errors import StaticTokens, user_line
+from longstraw.errors import StaticTokens, UnsupportedOp, user_line
 from longstraw.stages import Branched, Input, Normalised, Sizes
 
 aten = torch.ops.aten
 NARROW = 4
 """A value with at most this many numbers per token is small enough to be held for all rows and tokens."""
+NARROW_INDEX = 16
+"""The same for ints and bools, which have no gradient."""
 _SMALL_CONSTANT = 1 << 20
 
 
@@ -92,10 +94,24 @@ def token_dims(value: torch.Tensor, sizes: Sizes) -> int:
 def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dict[fx.Node, str]:
     trains = {i.name: i.requires_grad for i in inputs}
     kinds: dict[fx.Node, str] = {}
+    pure: set[fx.Node] = set()  # region nodes that come from light values only
     for node in graph.nodes:
         if node.op == "output":
             continue
-        kinds[node] = _kind(node, kinds, trains, sizes)
+        if any(compat.depends_on_data(size) for value in _values(node) for size in value.shape):
+            raise UnsupportedOp(
+                f"The size of {op_name(node)}'s result depends on data.",
+                where=user_line(node.meta.get("stack_trace")),
+                remedy="Spans are planned before anything runs. Models that send tokens to experts through Python lists or "
+                "nonzero() usually have another implementation: see config._experts_implementation.",
+            )
+        known = {x: "light" if x in pure else kinds[x] for x in node.all_input_nodes}
+        kinds[node] = _kind(node, known, trains, sizes)
+        if kinds[node] == "region" and all(kind in ("light", "size") for kind in known.values()):
+            pure.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in pure and node.users and all(kinds.get(user) == "block" for user in node.users):
+            kinds[node] = "block"  # a table on its way to a mask
     _mark_joined_inputs(graph, kinds, sizes)
     _mark_tail(graph, kinds)
     return kinds
@@ -112,7 +128,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if not values:
         return "size"
     symbolic = any(expression(size).free_symbols for value in values for size in value.shape)
-    wide = max(width(value) for value in values) > NARROW
+    wide = any(_is_wide(value) for value in values)
     square = any(token_dims(value, sizes) > 1 for value in values)
     if node.op == "placeholder":
         if symbolic and wide and not square:
@@ -157,6 +173,11 @@ def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes
             kinds.update(dict.fromkeys(before, "given"))
 
 
+def _is_wide(value: torch.Tensor) -> bool:
+    """Return whether a value has too many numbers per token to be held for all rows and tokens."""
+    return width(value) > (NARROW if value.is_floating_point() or value.is_complex() else NARROW_INDEX)
+
+
 def _is_given(node: fx.Node, kinds: dict[fx.Node, str]) -> bool:
     """Return whether an operand is an input's value, and not a (frozen) weight."""
     value = node.meta["val"]
@@ -172,7 +193,7 @@ def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
             continue
         after = any(user in leads_on for user in node.users)
         values = _values(node)
-        wide = any(width(value) > NARROW for value in values) or node.target is ops.attention
+        wide = any(_is_wide(value) for value in values) or node.target is ops.attention
         if after or wide:
             leads_on.add(node)
         else:
