@@ -47,8 +47,8 @@ def longstraw(
     """
     chosen = Options.of(options)
     if not may_have_model(gm):
+        compat.retrace_as_usual(gm)
         return inner(chosen)(gm, example_inputs)
-    compat.retrace_with_symbolic_sizes()
     try:
         return compile_graph(gm, options=chosen)
     except LongstrawError as error:

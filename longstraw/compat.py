@@ -30,12 +30,16 @@ class _Retrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):  # 
 
 
 class _Tracing:
-    """The Dynamo settings that hold while a frame is compiled for one backend, and only then."""
+    """The Dynamo settings that hold while a frame is compiled for a backend of ours, and only then.
+
+    Sizes are symbolic from the start: most frames with a model would have to be traced again otherwise. A frame without a
+    model is traced again as Dynamo would have done.
+    """
 
     def __init__(self) -> None:
         self._installed = False
         self._stack: contextlib.ExitStack | None = None
-        self._symbolic = False
+        self._symbolic: contextlib.ExitStack | None = None
 
     def install(self) -> None:
         """Watch Dynamo's compilations, once.
@@ -62,20 +66,26 @@ class _Tracing:
             self._stack = contextlib.ExitStack()
             # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
             self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
+            self._symbolic = self._stack.enter_context(_symbolic_sizes())
 
     def _stop(self) -> None:
         if self._stack is not None:
             self._stack.close()
-        self._stack, self._symbolic = None, False
+        self._stack = self._symbolic = None
 
-    def make_symbolic(self) -> bool:
-        """Switch to symbolic sizes; return whether they already were."""
-        if self._stack is None:  # called outside Dynamo, or by another path than `watch` knows
-            raise RuntimeError("the backend was called outside of a compilation by Dynamo")
-        if self._symbolic:
-            return True
-        self._symbolic = True
-        self._stack.enter_context(
+    def make_static(self) -> bool:
+        """Go back to the sizes that Dynamo would choose by itself; return whether that changes anything."""
+        if self._symbolic is None:
+            return False
+        self._symbolic.close()
+        self._symbolic = None
+        return True
+
+
+@contextlib.contextmanager
+def _symbolic_sizes() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
             torch._dynamo.config.patch(
                 assume_static_by_default=False,  # every size and int argument is symbolic
                 automatic_dynamic_shapes=True,
@@ -83,8 +93,8 @@ class _Tracing:
             )
         )
         # Equal sizes must not share a symbol: P may equal R in the first call only.
-        self._stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-        return False
+        stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        yield stack
 
 
 _tracing = _Tracing()
@@ -115,10 +125,11 @@ def trace_backward_inside(backend: Backend) -> Backend:
     return backend
 
 
-def retrace_with_symbolic_sizes() -> None:
-    """Return at once when Dynamo traced this frame with symbolic sizes; otherwise make it trace again (raises)."""
-    if not _tracing.make_symbolic():
-        raise _Retrace(restart_reason="longstraw needs symbolic sizes")
+def retrace_as_usual(gm: fx.GraphModule) -> None:
+    """Make Dynamo trace a frame again with the sizes it would choose by itself (raises), if that can differ."""
+    symbolic = any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in gm.graph.nodes)
+    if symbolic and _tracing.make_static():
+        raise _Retrace(restart_reason="longstraw leaves this graph to the inner backend")
 
 
 def fake_inputs(gm: fx.GraphModule) -> list[Any]:

@@ -107,7 +107,6 @@ class Recorder:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not backend.may_have_model(gm):
             return gm.forward if self.stop else backend.inner(self.options)(gm, example_inputs)
-        compat.retrace_with_symbolic_sizes()
         compiled = backend.compile_graph(gm, options=self.options, observe=self._observe)
         if self.stop:
             raise _Captured
