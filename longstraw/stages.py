@@ -376,7 +376,9 @@ class Stateful:
         capture: `(span, rows, tokens, ...) -> slots`: what later tokens need.
         score: `-> frontier`: what the results need.
         relay: `-> (*slots, *frontier)`.
-        mask_inputs: light nodes that the block programs read.
+        masks: block programs.
+        finite: for each of them, whether unseen keys have a finite score: a query that sees no key then attends to all
+            of them, later ones too.
     """
 
     segment: Segment
@@ -386,6 +388,7 @@ class Stateful:
     slots: tuple[Slot, ...]
     sites: tuple[Site, ...]
     masks: tuple[BlockProgram, ...]
+    finite: tuple[bool, ...]
     graph_bytes_per_token: int
 
 

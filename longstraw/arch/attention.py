@@ -169,12 +169,11 @@ def _as_mask(module: fx.GraphModule, node: fx.Node, condition: Any, value: Any, 
             number = float(getattr(module, str(value.target)))
     if number is None or not number <= -1e4:
         raise _not_attention(node, "it fills scores with a value that is not hugely negative")
-    if keep_where:
-        return condition  # type: ignore[no-any-return]
     graph = node.graph
     with graph.inserting_before(node):
-        seen = graph.call_function(aten.logical_not.default, (condition,))
-    seen.meta = {**node.meta, "val": condition.meta["val"]}
+        op = aten.alias.default if keep_where else aten.logical_not.default
+        seen = graph.call_function(op, (condition,))
+    seen.meta = {**node.meta, "val": condition.meta["val"], "finite": True}
     return seen
 
 

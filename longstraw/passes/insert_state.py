@@ -175,6 +175,7 @@ class _Builder:
             tuple(self.slots.values()),
             tuple(self.sites),
             tuple(self.programs.values()),
+            tuple(mask.meta.get("finite", mask.meta["val"].is_floating_point()) for mask in self.programs),
             _bytes_per_token(self.graph),
         )
 

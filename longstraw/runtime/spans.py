@@ -21,6 +21,7 @@ from longstraw.runtime.state import Kept, Store, merged
 from longstraw.stages import Head, Segment, SegmentInputs, Site, Stateful
 
 Rows = tuple[int, ...]
+_CHECKED_KEYS = 2048
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,16 @@ class Runner:
             self._blocks[rows] = table
         return self._blocks[rows]
 
-    def check_causal(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
-        """Refuse masks that let a query of the span see tokens after the span."""
-        if hi >= stop:
-            return
-        for site, blocks in {id(b): (s, b) for s, b in zip(self.branch.sites, self.blocks(rows), strict=True)}.values():
-            if blocks.verdict(lo, hi, hi, stop) == "none":
+    def check_masks(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
+        """Refuse masks that let a query of the span see tokens after the span, or see nothing where that has no meaning."""
+        pairs = {id(b): (s, b) for s, b in zip(self.branch.sites, self.blocks(rows), strict=True)}
+        for site, blocks in pairs.values():
+            if any(self.branch.finite[index] for index in site.masks):
+                self._check_some_key(site, blocks, lo, hi)
+            if hi >= stop or blocks.verdict(lo, hi, hi, stop) == "none":
                 continue
-            for k in range(hi, stop, 2048):
-                block = blocks.tensor(lo, hi, k, min(k + 2048, stop))
+            for k in range(hi, stop, _CHECKED_KEYS):
+                block = blocks.tensor(lo, hi, k, min(k + _CHECKED_KEYS, stop))
                 seen = block if block.dtype == torch.bool else block > -1e30
                 if bool(seen.any()):
                     raise UnsupportedMask(
@@ -161,6 +163,21 @@ class Runner:
                         where=site.line,
                         remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to causal.",
                     )
+
+    def _check_some_key(self, site: Site, blocks: Blocks, lo: int, hi: int) -> None:
+        seen: Tensor | None = None
+        for k in range(hi, 0, -_CHECKED_KEYS):
+            block = blocks.tensor(lo, hi, max(0, k - _CHECKED_KEYS), k)
+            found = (block if block.dtype == torch.bool else block > -1e30).any(-1)
+            seen = found if seen is None else seen | found
+            if bool(seen.all()):
+                return
+        raise UnsupportedMask(
+            "A token may see no token at all, and the mask gives unseen ones a finite score: it would attend to all tokens "
+            "of its row, later ones too.",
+            where=site.line,
+            remedy="Left-padded rows have such tokens. Pad on the right, or use the model's `sdpa` attention implementation.",
+        )
 
     def kept(self, rows: Rows, spans: Sequence[tuple[int, int]], until: int, stop: int) -> list[Kept]:
         """Return for each slot which tokens later tokens can see.

@@ -315,7 +315,7 @@ class BranchRun:
         try:
             for lo, hi in self._spans(node):
                 where = self._where(node, (*path, store), lo, hi)
-                self.runner.check_causal(where.rows, lo, hi, self.stop)
+                self.runner.check_masks(where.rows, lo, hi, self.stop)
                 last = hi == node.stop and not node.children
                 self.runner.forward(where, results, keep=None if last else store)
             for child in node.children:
