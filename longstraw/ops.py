@@ -8,10 +8,12 @@ earlier keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Span(Protocol):
@@ -76,6 +78,90 @@ def attention(
     return weights[..., : key.shape[2]].to(value.dtype) @ value
 
 
+TILE_BYTES = 64 << 20
+"""What the values of a tile may take when a wide part of a segment is run in tiles."""
+
+
+def tiled(
+    function: Callable[..., Tensor],
+    bytes_per_token: int,
+    rows: int,
+    tokens: int,
+    token_dims: tuple[int | None, ...],
+    result_dim: int,
+    *inputs: Tensor,
+) -> Tensor:
+    """Run a token-wise function on tiles of tokens where its values for all of them would take more than `TILE_BYTES`.
+
+    Args:
+        function: `(rows, tokens, *inputs) -> value`.
+        bytes_per_token: what its values take per token of a row.
+        rows, tokens: what is run.
+        token_dims: for each input the dim that runs over tokens, or None (weights).
+        result_dim: the dim of the value that runs over tokens.
+        inputs: its inputs.
+
+    Returns:
+        The value for all tokens. In tiles, autograd keeps the inputs only, and backward runs the function again.
+    """
+    tile = max(1, TILE_BYTES // max(1, bytes_per_token * rows))
+    if tile >= tokens:
+        return function(rows, tokens, *inputs)
+    plan = _Tiles(function, rows, tokens, tile, token_dims, result_dim)
+    return _Tiled.apply(plan, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    function: Callable[..., Tensor]
+    rows: int
+    tokens: int
+    tile: int
+    token_dims: tuple[int | None, ...]
+    result_dim: int
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(lo, min(self.tile, self.tokens - lo)) for lo in range(0, self.tokens, self.tile)]
+
+    def cut(self, inputs: Sequence[Any], lo: int, count: int) -> list[Any]:
+        return [
+            x if dim is None or not isinstance(x, Tensor) else x.narrow(dim, lo, count)
+            for x, dim in zip(inputs, self.token_dims, strict=True)
+        ]
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Tiles, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.plan = plan
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+        parts = [plan.function(plan.rows, n, *plan.cut(inputs, lo, n)) for lo, n in plan.ranges()]
+        return torch.cat(parts, plan.result_dim)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan: _Tiles = ctx.plan
+        inputs = [o if x is None else x for x, o in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        sums = {i: torch.zeros_like(inputs[i]) for i in wanted}
+        for lo, count in plan.ranges():
+            with torch.enable_grad():
+                cut = plan.cut([x.detach() if isinstance(x, Tensor) else x for x in inputs], lo, count)
+                for i in wanted:
+                    cut[i].requires_grad_()
+                out = plan.function(plan.rows, count, *cut)
+            part = grad.narrow(plan.result_dim, lo, count)
+            found = torch.autograd.grad(out, [cut[i] for i in wanted], part, allow_unused=True)
+            for i, value in zip(wanted, found, strict=True):
+                if value is not None:
+                    dim = plan.token_dims[i]
+                    (sums[i] if dim is None else sums[i].narrow(dim, lo, count)).add_(value)
+        return (None, *(sums.get(i) for i in range(len(inputs))))
+
+
+@torch.compiler.disable  # an inner backend compiles what stands between
 def attend(
     span: Span,
     site: int,

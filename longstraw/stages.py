@@ -10,7 +10,7 @@ arithmetic, no symbolic simplification.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,9 @@ class Sizes:
             try:
                 values = [int(expr.subs({s: p[i] for s, p in self._points.items()})) for i in (0, 1)]
             except (ZeroDivisionError, TypeError) as error:
-                raise UnsupportedOp(f"The size {expr} is not understood.", remedy="Sizes must not depend on data.") from error
+                raise UnsupportedOp(
+                    f"The size {expr} is not understood.", remedy="Sizes must not depend on data."
+                ) from error
             self._cache[expr] = (values[0], values[1])
         return self._cache[expr]
 
@@ -401,13 +403,25 @@ class WithState:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """What runs a branch's segment graphs (see `Stateful` and `Head`)."""
+
+    capture: Callable[..., Any]
+    score: Callable[..., Any]
+    relay: Callable[..., Any]
+    heads: tuple[Callable[..., Any], ...]
+
+
+@dataclass(frozen=True)
 class Lowered:
     """lower: everything that the run time needs for one compiled step.
 
     Attributes:
         prologue: `(*inputs) -> light values`, in the order of `light`.
+        runs: for each branch, what runs its graphs.
     """
 
     step: WithState
     prologue: fx.GraphModule
     light: tuple[fx.Node, ...]
+    runs: tuple[Runs, ...]

@@ -1,20 +1,35 @@
 """lower: what the run time needs beside the segments.
 
 In: `WithState`. Out: `Lowered`: the prologue, which computes the light values that segments and masks read, once for all
-rows and tokens.
+rows and tokens, and what runs each segment graph. The widest token-wise parts of the segments become tiled calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import fx
 
+from longstraw.passes.find_branches import width
 from longstraw.passes.partition import extract
-from longstraw.stages import Lowered, WithState
+from longstraw.passes.tile import tile_wide_parts
+from longstraw.stages import Lowered, Runs, WithState
+
+
+def _bytes_per_token(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(width(value) * value.element_size())
 
 
 def lower(step: WithState) -> Lowered:
     """Return the step ready to run."""
     located = step.partitioned.step
+    for branch in step.branches:
+        hidden = min((_bytes_per_token(node) for node in branch.segment.frontier), default=0)
+        for module in (branch.capture, branch.score, branch.relay):
+            tile_wide_parts(module, hidden)
     light: dict[fx.Node, None] = {}
     for branch in step.branches:
         graphs = [branch.segment.body, *(head.graph for head in branch.segment.heads)]
@@ -24,4 +39,21 @@ def lower(step: WithState) -> Lowered:
         for program in branch.masks:
             light.update(dict.fromkeys(program.inputs))
     nodes = tuple(light)
-    return Lowered(step, extract(located.module, outputs=nodes, stops=()), nodes)
+    runs = _runs_of(located.options.inner_backend)
+    branches = tuple(
+        Runs(
+            capture=runs(branch.capture),
+            score=runs(branch.score),
+            relay=runs(branch.relay),
+            heads=tuple(runs(head.graph.module) for head in branch.segment.heads),
+        )
+        for branch in step.branches
+    )
+    return Lowered(step, extract(located.module, outputs=nodes, stops=()), nodes, branches)
+
+
+def _runs_of(inner_backend: Any) -> Callable[[fx.GraphModule], Callable[..., Any]]:
+    """Return what makes a function of a segment graph: the graph itself, or compiled between its attentions."""
+    if inner_backend == "eager":
+        return lambda module: module
+    return lambda module: torch.compile(module, backend=inner_backend, dynamic=True)

@@ -18,7 +18,7 @@ from longstraw.runtime import attention
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.layouts import Place, put, sum_rows, take
 from longstraw.runtime.state import Kept, Store, merged
-from longstraw.stages import Head, Segment, SegmentInputs, Site, Stateful
+from longstraw.stages import Head, Runs, Segment, SegmentInputs, Site, Stateful
 
 Rows = tuple[int, ...]
 _CHECKED_KEYS = 2048
@@ -96,7 +96,8 @@ class Runner:
     """A branch with the inputs of one step.
 
     Args:
-        branch: its graphs.
+        branch: its graphs and tables.
+        runs: what runs the graphs.
         values: every light value and parameter, by node of the step.
         num_rows: rows of the step.
         place: `layout -> Place` with this step's numbers.
@@ -106,13 +107,14 @@ class Runner:
     def __init__(
         self,
         branch: Stateful,
+        runs: Runs,
         values: Mapping[fx.Node, Any],
         *,
         num_rows: int,
         place: Callable[[Any], Place],
         tile_bytes: int,
     ) -> None:
-        self.branch, self.num_rows, self.place = branch, num_rows, place
+        self.branch, self.runs, self.num_rows, self.place = branch, runs, num_rows, place
         self._values = values
         self._tile_bytes = tile_bytes
         segment = branch.segment
@@ -215,9 +217,7 @@ class Runner:
         wanted = results is not None and self.results_overlap(where.lo, where.hi)
         if not wanted and keep is None:
             return
-        graph = (
-            self.branch.relay if wanted and keep is not None else self.branch.score if wanted else self.branch.capture
-        )
+        graph = self.runs.relay if wanted and keep is not None else self.runs.score if wanted else self.runs.capture
         outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *self._arguments(where, None))
         if keep is not None:
             keep.append(outputs[: len(self.branch.slots)])
@@ -249,9 +249,7 @@ class Runner:
             return
         with torch.enable_grad():
             arguments = self._arguments(where, leaves)
-            graph = (
-                self.branch.relay if wanted and state_grads else self.branch.score if wanted else self.branch.capture
-            )
+            graph = self.runs.relay if wanted and state_grads else self.runs.score if wanted else self.runs.capture
             outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *arguments)
             count = len(self.branch.slots) if state_grads else 0
             pairs = [(out, grad) for out, grad in zip(outputs[:count], state_grads or (), strict=True)]
@@ -307,7 +305,8 @@ class Runner:
             for i, value in enumerate(hidden)
         ]
         inputs = self._inputs(head.graph.inputs, where, lo, hi, leaves)
-        return head.graph.module(count, hi - lo, *inputs, *cut)  # type: ignore[no-any-return]
+        run = self.runs.heads[self.segment.heads.index(head)]
+        return run(count, hi - lo, *inputs, *cut)  # type: ignore[no-any-return]
 
     def _frontier_layout(self, index: int) -> Any:
         head = self.segment.heads[0].graph.module

@@ -28,7 +28,7 @@ from longstraw.runtime.layouts import Place
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.spans import Leaves, Runner, Where
 from longstraw.runtime.state import Store
-from longstraw.stages import Counts, Located, Lowered, Rows, Shuffled, Sizes, Stateful, TokenInput, Tokens
+from longstraw.stages import Counts, Located, Lowered, Rows, Runs, Shuffled, Sizes, Stateful, TokenInput, Tokens
 
 _TILE_BYTES = 32 << 20
 _SPAN_BYTES = 128 << 20
@@ -49,8 +49,8 @@ def run_step(program: Lowered, *inputs: Any) -> Any:
     values.update(zip(program.light, light, strict=True))
     numbers = Numbers(located.sizes, values)
     results: list[Tensor] = []
-    for branch in program.step.branches:
-        run = BranchRun(branch, values, numbers, located.options)
+    for branch, runs in zip(program.step.branches, program.runs, strict=True):
+        run = BranchRun(branch, runs, values, numbers, located.options)
         results += run.apply()
     return program.step.partitioned.objective(*inputs, *results)
 
@@ -146,16 +146,19 @@ class BranchRun:
 
     Args:
         branch: the compiled branch.
+        runs: what runs its graphs.
         values: every input and light value, by node of the step.
         numbers: this step's sizes.
         options: the user's options.
     """
 
-    def __init__(self, branch: Stateful, values: Mapping[fx.Node, Any], numbers: Numbers, options: Options) -> None:
+    def __init__(
+        self, branch: Stateful, runs: Runs, values: Mapping[fx.Node, Any], numbers: Numbers, options: Options
+    ) -> None:
         self.branch, self.values, self.numbers, self.options = branch, values, numbers, options
         self.sizes = numbers.sizes
         place = functools.lru_cache(maxsize=None)(numbers.place)
-        self.runner = Runner(branch, values, num_rows=numbers.rows, place=place, tile_bytes=_TILE_BYTES)
+        self.runner = Runner(branch, runs, values, num_rows=numbers.rows, place=place, tile_bytes=_TILE_BYTES)
         self.place: Callable[[Any], Place] = place
         self.stop = max(stop for _, stop in self.runner.windows)
         self.first_result = min(start for start, _ in self.runner.windows)

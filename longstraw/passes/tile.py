@@ -1,0 +1,139 @@
+"""Tiles the widest token-wise parts of a segment graph (feed-forward layers), so that they never hold a whole span.
+
+Used by lower. A part is a set of connected wide values together with the narrow values that they end in; it becomes one
+`longstraw.ops.tiled` call, which runs it on tiles of tokens and recomputes it in backward where a span would not fit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from longstraw import ops
+from longstraw.arch.rules import packet
+from longstraw.passes.find_branches import width
+from longstraw.stages import Shuffled, Tokens, has
+
+aten = torch.ops.aten
+_WIDE = 2
+"""A value is wide when it has more than this many times the bytes per token of the hidden states."""
+
+
+def tile_wide_parts(module: fx.GraphModule, hidden_bytes: int) -> fx.GraphModule:
+    """Return the graph with every wide token-wise part as one tiled call.
+
+    Args:
+        module: a segment graph whose nodes carry layouts.
+        hidden_bytes: bytes per token of the hidden states.
+    """
+    graph = module.graph
+    for number, part in enumerate(list(_parts(graph, _WIDE * hidden_bytes))):
+        _replace(module, part, number)
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not node.meta.get("layout"):
+        return 0
+    return width(value) * value.element_size() if any(has(dim, Tokens) for dim in node.meta["layout"]) else 0
+
+
+def _parts(graph: fx.Graph, limit: int) -> Iterator[list[fx.Node]]:
+    """Yield sets of nodes, in graph order, that can run on tiles: wide values, and the narrow ones that read them."""
+    wide = {node for node in graph.nodes if _bytes(node) > limit}
+    done: set[fx.Node] = set()
+    for first in graph.nodes:
+        if first not in wide or first in done:
+            continue
+        part: set[fx.Node] = set()
+        stack = [first]
+        while stack:
+            node = stack.pop()
+            if node in part:
+                continue
+            part.add(node)
+            if node in wide:
+                stack += [x for x in node.all_input_nodes if x in wide]
+                stack += [x for x in node.users if x.op == "call_function"]
+        done |= part
+        absorbed = _absorb(part)
+        if absorbed is not None and _exits(absorbed) is not None:
+            yield [node for node in graph.nodes if node in absorbed]
+
+
+def _absorb(part: set[fx.Node]) -> set[fx.Node] | None:
+    """Return a part with the size arithmetic and the reshapes that it reads; None when it can't be cut by tokens."""
+    part = set(part)
+    stack = list(part)
+    while stack:
+        for x in stack.pop().all_input_nodes:
+            if x in part or x.op == "placeholder":
+                continue
+            layout = x.meta.get("layout")
+            merged = layout and any(has(dim, Tokens) and len(dim) > 1 for dim in layout)
+            if x.target is operator.mul or (merged and packet(x.target) is aten.reshape):
+                part.add(x)
+                stack.append(x)
+            elif merged:
+                return None
+    if any(has(dim, Shuffled) for node in part for dim in node.meta.get("layout") or ()):
+        return None
+    return (
+        None
+        if any(node.target is ops.attend or "autocast" in node.meta and node.meta["autocast"] for node in part)
+        else part
+    )
+
+
+def _exits(part: set[fx.Node]) -> fx.Node | None:
+    """Return the one value that leaves a part, or None when there are several or it can't be joined along tokens."""
+    leaving = [node for node in part if any(user not in part for user in node.users)]
+    if len(leaving) != 1 or not isinstance(leaving[0].meta.get("val"), torch.Tensor):
+        return None
+    return leaving[0] if _token_dim(leaving[0]) is not None else None
+
+
+def _token_dim(node: fx.Node) -> int | None:
+    """Return the dim that runs over nothing but tokens, or None."""
+    for i, dim in enumerate(node.meta.get("layout") or ()):
+        if len(dim) == 1 and isinstance(dim[0], Tokens):
+            return i
+    return None
+
+
+def _replace(module: fx.GraphModule, part: list[fx.Node], number: int) -> None:
+    graph, members = module.graph, set(part)
+    leaving = _exits(members)
+    assert leaving is not None
+    sizes = {n.name: n for n in graph.nodes if n.op == "placeholder" and n.name in ("rows", "tokens")}
+    inner = fx.Graph()
+    env = {sizes[name]: inner.placeholder(name) for name in ("rows", "tokens")}
+    inputs: list[fx.Node] = []
+    for node in part:
+        for x in node.all_input_nodes:
+            if x not in members and x not in env:
+                env[x] = inner.placeholder(x.name)
+                inputs.append(x)
+    for node in part:
+        env[node] = inner.node_copy(node, env.__getitem__)
+    inner.output(env[leaving])
+    name = f"wide_{number}"
+    module.add_submodule(name, fx.GraphModule(module, inner))
+    with graph.inserting_after(leaving):
+        call = graph.call_function(ops.tiled, ())
+    with graph.inserting_before(call):
+        function = graph.get_attr(name)
+    dims = tuple(_token_dim(x) for x in inputs)
+    size = sum(_bytes(node) for node in part)
+    call.args = (function, size, sizes["rows"], sizes["tokens"], dims, _token_dim(leaving), *inputs)
+    call.meta = dict(leaving.meta)
+    leaving.replace_all_uses_with(call, delete_user_cb=lambda user: user not in members)
+    for node in reversed(part):
+        if not node.users:
+            graph.erase_node(node)
