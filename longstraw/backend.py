@@ -21,6 +21,7 @@ from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import may_have_model, trace
 from longstraw.render import render
 from longstraw.runtime.transaction import run_step
+from longstraw.selfcheck import checked_at_first_call
 from longstraw.stages import Lowered
 
 Compiled = Callable[..., Any]
@@ -75,7 +76,10 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
         program = build(piece, options=options, observe=observe)
-        return piece.forward if program is None else functools.partial(run_step, program)
+        if program is None:
+            return piece.forward
+        run = functools.partial(run_step, program)
+        return checked_at_first_call(program, run) if options.check == "numbers" else run
 
     return split_at_backward(gm, compile_piece=compile_piece)  # type: ignore[no-any-return]
 

@@ -87,6 +87,14 @@ class DoubleBackward(LongstrawError, RuntimeError):
     """A gradient of a gradient was asked for."""
 
 
+class NumbersDiffer(LongstrawError, AssertionError):
+    """`check="numbers"`: the compiled step doesn't compute what its graph computes."""
+
+
+class MissingExtra(LongstrawError, ImportError):
+    """An option needs a package that is not installed."""
+
+
 class StateMisuse(LongstrawError, RuntimeError):
     """Captured state was read after release, released twice, or leaked."""
 

@@ -86,7 +86,7 @@ def _absorb(part: set[fx.Node]) -> set[fx.Node] | None:
         return None
     return (
         None
-        if any(node.target is ops.attend or "autocast" in node.meta and node.meta["autocast"] for node in part)
+        if any(node.target is ops.attend or ("autocast" in node.meta and node.meta["autocast"]) for node in part)
         else part
     )
 

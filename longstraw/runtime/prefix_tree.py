@@ -31,6 +31,11 @@ class Node:
         """Rows that are run."""
         return 1 if self.shared else len(self.rows)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are run in this node and below, each row that runs for itself counted."""
+        return (self.stop - self.start) * self.num_rows + sum(child.num_tokens for child in self.children)
+
 
 def build(rows: Sequence[int], *, stop: int, common: CommonPrefix, least: int, batch: Callable[[int], int]) -> Node:
     """Return the tree of rows whose tokens end at `stop`.

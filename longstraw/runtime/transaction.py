@@ -6,6 +6,7 @@ results; replay, unwind and finalise run in the backward of `_Branch`, the one a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from longstraw import compat
 from longstraw.errors import (
     BackwardTwice,
     BadInput,
+    MissingExtra,
     ParametersChanged,
     PromptNotFound,
 )
@@ -167,6 +169,7 @@ class BranchRun:
         self.tree = self._build_tree()
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
         self.root_store: Store | None = None
+        self._advance: Callable[[int], object] = _ignore
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
@@ -276,8 +279,26 @@ class BranchRun:
     def forward(self, *, keep: bool) -> list[Tensor]:
         """Capture and score every row; return the results. `keep` retains the shared prompt's state for backward."""
         results = [self._empty_result(i) for i in range(len(self.branch.segment.results))]
-        self._forward(self.tree, (), results, keep=keep)
+        with self._progress("capture and score"):
+            self._forward(self.tree, (), results, keep=keep)
         return results
+
+    @contextlib.contextmanager
+    def _progress(self, what: str) -> Iterator[None]:
+        """Show a bar over the tokens of all spans, if the user asked for one."""
+        if not self.options.progress:
+            yield
+            return
+        try:
+            from tqdm import tqdm
+        except ImportError as error:
+            raise MissingExtra("progress=True needs tqdm.", remedy="pip install 'longstraw[progress]'") from error
+        with tqdm(total=self.tree.num_tokens, desc=what, unit="tokens", leave=False) as bar:
+            self._advance = bar.update
+            try:
+                yield
+            finally:
+                self._advance = _ignore
 
     def _empty_result(self, index: int) -> Tensor:
         node = self.branch.segment.results[index]
@@ -321,6 +342,7 @@ class BranchRun:
                 self.runner.check_masks(where.rows, lo, hi, self.stop)
                 last = hi == node.stop and not node.children
                 self.runner.forward(where, results, keep=None if last else store)
+                self._advance((hi - lo) * node.num_rows)
             for child in node.children:
                 self._forward(child, (*path, store), results, keep=False)
         except BaseException:
@@ -339,7 +361,8 @@ class BranchRun:
         """Replay and unwind every row; return the accumulated gradients."""
         leaves = Leaves(self.values, wanted, dtype=self.options.grad_dtype, num_rows=self.numbers.rows)
         try:
-            self._backward(self.tree, (), result_grads, leaves)
+            with self._progress("replay and unwind"):
+                self._backward(self.tree, (), result_grads, leaves)
         finally:
             if self.root_store is not None and not self.root_store.released:
                 self.root_store.release()
@@ -372,9 +395,14 @@ class BranchRun:
                     store.restore(lo)
                 grads = None if last else store.gradients(lo, hi)
                 self.runner.backward(self._where(node, here, lo, hi), result_grads, leaves, state_grads=grads)
+                self._advance((hi - lo) * node.num_rows)
         finally:
             if store is not self.root_store:
                 store.release()
+
+
+def _ignore(_: int) -> None:
+    """Progress that nobody watches."""
 
 
 class _Branch(torch.autograd.Function):
