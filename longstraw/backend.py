@@ -81,7 +81,7 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
         run = functools.partial(run_step, program)
         return checked_at_first_call(program, run) if options.check == "numbers" else run
 
-    return split_at_backward(gm, compile_piece=compile_piece)  # type: ignore[no-any-return]
+    return split_at_backward(gm, compile_piece=compile_piece)
 
 
 PASSES: tuple[Callable[[Any], Any], ...] = (
@@ -104,7 +104,7 @@ def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = No
             return None
         step = run(step)
         _finish(run.__name__, step, options, observe)
-    return step  # type: ignore[no-any-return]
+    return step
 
 
 def _finish(name: str, step: Any, options: Options, observe: Observer | None) -> None:

@@ -19,21 +19,22 @@ from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._guards import TracingContext, tracing
+from torch._logging._internal import trace_structured
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
 
-class _Retrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):  # type: ignore[misc]
+class _Retrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
     """Asks Dynamo to trace the frame again; the second base makes it forget the graph breaks of the first try."""
 
 
 class _Tracing:
     """The Dynamo settings that hold while a frame is compiled for a backend of ours, and only then.
 
-    Sizes are symbolic from the start: most frames with a model would have to be traced again otherwise. A frame without a
-    model is traced again as Dynamo would have done.
+    Sizes are symbolic from the start: most frames with a model would have to be traced again otherwise. A frame without
+    a model is traced again as Dynamo would have done.
     """
 
     def __init__(self) -> None:
@@ -154,11 +155,12 @@ def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
     with contextlib.ExitStack() as stack:
         if mode is not None:
-            # Without a tracing context of its own, make_fx looks for a mode in views' bases and finds Dynamo's next one.
+            # Without a tracing context of its own, make_fx looks for a mode in views' bases and finds
+            # Dynamo's next one.
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(mode)
         stack.enter_context(fx.traceback.preserve_node_meta())
-        return cast(fx.GraphModule, make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes))
+        return make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
 
 
 def shape_env(fakes: Sequence[Any]) -> ShapeEnv | None:
@@ -203,9 +205,7 @@ def lookup_backend(name: str) -> Callable[..., Any]:
 
 def emit_artifact(name: str, text: Callable[[], str]) -> None:
     """Hand a stage's text to TORCH_TRACE and TORCH_LOGS."""
-    torch._logging.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def user_line(stack_trace: str | None, *, own: bool = True) -> str:
         stack_trace: a node's `stack_trace` meta, frames outermost first.
         own: prefer the innermost frame; False takes the outermost (the line of the user's step).
     """
-    frames = [m for m in _FRAME.finditer(stack_trace or "")]
+    frames = list(_FRAME.finditer(stack_trace or ""))
     if not frames:
         return ""
     frame = frames[-1] if own else frames[0]

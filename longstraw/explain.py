@@ -14,6 +14,7 @@ from longstraw import backend, compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import LongstrawError
 from longstraw.options import Options
+from longstraw.passes.trace import may_have_model
 from longstraw.render import render
 from longstraw.stages import Lowered, Stateful
 
@@ -105,7 +106,7 @@ class Recorder:
         compat.trace_backward_inside(self)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not backend.may_have_model(gm):
+        if not may_have_model(gm):
             return gm.forward if self.stop else backend.inner(self.options)(gm, example_inputs)
         compiled = backend.compile_graph(gm, options=self.options, observe=self._observe)
         if self.stop:

@@ -85,9 +85,9 @@ def _located(step: Located) -> None:
         for v, dims in zip(values, layouts, strict=True):
             if len(dims) != v.ndim:
                 _fail(node, f"its layout has a dim for each of its {v.ndim} dims")
-            for kind in (Rows, Tokens):
-                if sum(_count(dim, kind) for dim in dims) > 1:
-                    _fail(node, f"at most one dim runs over {kind.__name__.lower()}")
+            for factor in (Rows, Tokens):
+                if sum(_count(dim, factor) for dim in dims) > 1:
+                    _fail(node, f"at most one dim runs over {factor.__name__.lower()}")
             if step.kinds[node] == "region" and not _sizes_agree(step, dims, v):
                 _fail(node, "its layout has its sizes")
     for node, kind in step.kinds.items():

@@ -1,8 +1,8 @@
 """The ops that rewritten graphs contain, beside ATen's.
 
-`attention` is the one spelling of attention after normalise; calling it computes it densely, so that every stage's graph
-runs. `attend` is its stateful form after insert_state: the span object that the graph gets as its first input knows the
-earlier keys and values.
+`attention` is the one spelling of attention after normalise; calling it computes it densely, so that every stage's
+graph runs. `attend` is its stateful form after insert_state: the span object that the graph gets as its first input
+knows the earlier keys and values.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def tiled(
     if tile >= tokens:
         return function(rows, tokens, *inputs)
     plan = _Tiles(function, rows, tokens, tile, token_dims, result_dim)
-    return _Tiled.apply(plan, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return _Tiled.apply(plan, *inputs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Tiles:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _Tiles, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, plan: _Tiles, *inputs: Tensor) -> Tensor:
         ctx.plan = plan
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
@@ -140,7 +140,7 @@ class _Tiled(torch.autograd.Function):
         return torch.cat(parts, plan.result_dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Tiles = ctx.plan
         inputs = [o if x is None else x for x, o in zip(ctx.saved_tensors, ctx.others, strict=True)]

@@ -26,8 +26,8 @@ class Parity:
         loss_error: their relative difference.
         cosine: of all gradients as one vector.
         relative_l2: norm of the difference of all gradients over the norm of eager's.
-        worst: name and relative L2 error of the gradient that differs most (measured against 1e-4 of the largest gradient
-            norm where its own is smaller, for a gradient that is zero but for rounding).
+        worst: name and relative L2 error of the gradient that differs most (measured against 1e-4 of the largest
+            gradient norm where its own is smaller, for a gradient that is zero but for rounding).
         missing: gradients that exist on one side only.
         tolerance: what `ok` compares with, from the coarsest dtype that the step computes in.
     """
@@ -68,8 +68,9 @@ def verify(
 ) -> Parity:
     """Run a step eager and compiled on the same input and compare loss and gradients.
 
-    Parameters, their `.grad`, and the random state are left as they were. The step must return its loss: alone, first in
-    a tuple, or under "loss"; it may also call backward itself. Eager needs the memory that eager needs: use a short prompt.
+    Parameters, their `.grad`, and the random state are left as they were. The step must return its loss: alone, first
+    in a tuple, or under "loss"; it may also call backward itself. Eager needs the memory that eager needs: use a short
+    prompt.
 
     Args:
         step: the step, not compiled.
@@ -127,7 +128,7 @@ def _run(
         leaf.grad = None
     loss = _loss(step(*args, **kwargs))
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return float(loss.detach()), {name: leaf.grad for name, leaf in leaves.items()}
 
 

@@ -1,4 +1,4 @@
-"""`check="numbers"`: at the first call, the compiled step against its own traced graph run eagerly, on shortened inputs."""
+"""`check="numbers"`: at the first call, the compiled step against its traced graph run eagerly, on shortened inputs."""
 
 from __future__ import annotations
 

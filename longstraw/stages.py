@@ -2,7 +2,8 @@
 
 A *layout* says, for each dim of a tensor, what it runs over: a tuple of factors, major to minor. A factor is `ROWS`, a
 `Tokens` window, `Shuffled` (rows and tokens in an order that the data chose), or a plain size. `()` is a dim of size 1.
-So hidden states `[G, S, H]` are `((ROWS,), (Tokens(0, S),), (H,))`, and `x.view(-1, H)` is `((ROWS, Tokens(0, S)), (H,))`.
+So hidden states `[G, S, H]` are `((ROWS,), (Tokens(0, S),), (H,))`, and `x.view(-1, H)` is
+`((ROWS, Tokens(0, S)), (H,))`.
 
 Sizes are compared by their values at two fixed points ("probes") of the shape symbols: two ints per size, exact
 arithmetic, no symbolic simplification.

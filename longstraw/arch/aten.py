@@ -448,7 +448,7 @@ def _is_sort_index(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and getattr(node.target, "__name__", "") == "getitem"
-        and node.args[1] == 1
+        and bool(node.args[1] == 1)
         and packet(node.args[0].target) is aten.sort  # type: ignore[union-attr]
     )
 
@@ -501,7 +501,7 @@ def _same_order_copies(r: Reader, node: fx.Node, index: fx.Node, dim: Dim) -> bo
 
 
 def ordered(r: Reader, node: fx.Node) -> Any:
-    """`argsort` and `sort`: along a plain dim, or a one-dimensional sort of all tokens' entries (dispatch to experts)."""
+    """`argsort`, `sort`: along a plain dim, or a one-dimensional sort of all tokens' entries (dispatch to experts)."""
     a = arguments(node)
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
@@ -539,7 +539,7 @@ def grouped_mm(r: Reader, node: fx.Node) -> Layout:
 
 def cumulative(r: Reader, node: fx.Node) -> Layout:
     """Running sums: along a plain dim, or over a histogram."""
-    return reduced(r, node)  # type: ignore[no-any-return]
+    return reduced(r, node)
 
 
 def attention(r: Reader, node: fx.Node) -> Layout:

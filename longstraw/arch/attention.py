@@ -1,8 +1,8 @@
 """Recognises attention, however a model spells it, and rewrites it as one `longstraw.ops.attention` node.
 
-Two spellings: `aten.scaled_dot_product_attention`, and the explicit one: a product of queries and keys, elementwise work on
-the scores (scale, soft cap, masks, biases), softmax over keys, a product with the values. A column of sinks joined
-to the scores before the softmax and cut off after it is understood too.
+Two spellings: `aten.scaled_dot_product_attention`, and the explicit one: a product of queries and keys, elementwise
+work on the scores (scale, soft cap, masks, biases), softmax over keys, a product with the values. A column of sinks
+joined to the scores before the softmax and cut off after it is understood too.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
             found.batch = tuple(node.meta["val"].shape[:2])
         node = _step_up(module, node, found, is_score, softmax)
     a = arguments(node)
-    query, key = (a["batch1"], a["batch2"]) if "batch1" in a else (a["self"], a.get("other", a.get("mat2")))
+    query, key = (a["batch1"], a["batch2"]) if "batch1" in a else (a["self"], a["other"] if "other" in a else a["mat2"])
     scale = 1.0
     if packet(node.target) is aten.baddbmm:
         scale = float(a["alpha"])
@@ -126,10 +126,10 @@ def _step_up(
     if name in _CASTS or name in _SHAPES:
         return node.args[0]  # type: ignore[return-value]
     if name in (aten.cat, aten.concat) and found.sink is None:
-        parts = node.args[0]
-        if len(parts) == 2 and parts[1].meta["val"].shape[-1] == 1:  # type: ignore[arg-type, union-attr, index]
-            found.sink = _before_expand(parts[1])  # type: ignore[index]
-            return parts[0]  # type: ignore[return-value, index]
+        parts: Any = node.args[0]
+        if len(parts) == 2 and parts[1].meta["val"].shape[-1] == 1:
+            found.sink = _before_expand(parts[1])
+            return parts[0]
     operands = tensors(node.args)
     if name in (aten.sub, aten.subtract) and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
         return operands[0]  # softmax(x - max(x)) = softmax(x)
@@ -303,10 +303,10 @@ def _insert(
 
 
 def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return the transpose of a key operand `[..., width, tokens]`, reusing the value that was transposed if there is one."""
+    """Return the transpose of a key operand `[..., width, tokens]`: the value it was transposed from, if any."""
     if packet(node.target) in (aten.transpose, aten.swapaxes):
         rank = node.meta["val"].ndim
-        if {d % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:  # type: ignore[operator]
+        if {d % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:
             return node.args[0]  # type: ignore[return-value]
     new = graph.call_function(aten.transpose.int, (node, -1, -2))
     new.meta = {**node.meta, "val": node.meta["val"].transpose(-1, -2)}

@@ -100,7 +100,7 @@ class Reader:
         """Return an operand's layout; a light operand is judged by its sizes and read in that layout."""
         found = self.layouts.get(node)
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
         shape = self.shape(node)
         if not self.is_light(node):  # parameters and what depends only on them
             return tuple(() if size == (1, 1) else (size,) for size in shape)
@@ -116,7 +116,7 @@ class Reader:
             self.demands[user, node] = layout
 
     def align(self, user: fx.Node, node: fx.Node, like: Layout) -> Layout:
-        """Return the layout of a light operand that is broadcast against `like` (aligned at the last dim), and read it so."""
+        """Return a light operand's layout when it is broadcast against `like` (aligned at the last dim); read it so."""
         shape = self.shape(node)
         like = ((),) * (len(shape) - len(like)) + like
         dims: list[Dim] = []

@@ -1,7 +1,7 @@
 """Copies a part of the step into a graph that runs on any rows and any span of tokens.
 
-Used by partition. Sizes that were numbers of rows or tokens of the step become the inputs `rows` and `tokens`; slices that
-only narrow the window of tokens vanish, for the caller runs just the tokens of that window.
+Used by partition. Sizes that were numbers of rows or tokens of the step become the inputs `rows` and `tokens`; slices
+that only narrow the window of tokens vanish, for the caller runs just the tokens of that window.
 """
 
 from __future__ import annotations
@@ -188,12 +188,13 @@ class _Carver:
                 case (a, b) if a == b:
                     plain *= a
                 case _:
-                    dynamic.append(self._other_size(user, factor))  # type: ignore[arg-type]
+                    dynamic.append(self._other_size(user, factor))
         if not dynamic:
             return plain
         product = dynamic[0]
-        for node in (*dynamic[1:], *([plain] if plain != 1 else [])):
-            product = self.graph.call_function(operator.mul, (product, node))
+        others: list[fx.Node | int] = [*dynamic[1:], *([plain] if plain != 1 else [])]
+        for other in others:
+            product = self.graph.call_function(operator.mul, (product, other))
         return product
 
     def _other_size(self, user: fx.Node, size: tuple[int, int]) -> fx.Node:
@@ -212,7 +213,7 @@ class _Carver:
         layout = self.step.layouts.get(node)
         if node in self.step.local:
             layout = self.step.sizes.locate_shape(self.step.sizes.shape(node.meta["val"]))
-        new = self._resized(node, layout) if self._layout_is_sized(node, layout) else None
+        new = self._resized(node, layout) if layout is not None and self._layout_is_sized(node, layout) else None
         if new is None:
             new = self._plain_copy(node)
         if new.op != "placeholder" and "origin" not in new.meta:
@@ -251,7 +252,7 @@ class _Carver:
         if name in _CREATE or name in _CREATE_LIKE:
             at = 0 if name in _CREATE else 1
             args = [*node.args]
-            args[at] = self._sizes(node, layout)  # type: ignore[call-overload]
+            args[at] = self._sizes(node, layout)
             args = map_arg(args, lambda x: x if x.graph is self.graph else self._operand(node, x))
             return call(node.target, tuple(args), dict(node.kwargs))  # type: ignore[arg-type]
         if name is aten.arange:
@@ -261,24 +262,26 @@ class _Carver:
             return call(aten.arange.default, (self._size(node, layout[0]),), dict(node.kwargs))
         if name in (aten.slice, aten.narrow):
             source = node.args[0]
+            assert isinstance(source, fx.Node)
             before = self.step.layouts.get(source)
             d = arguments(node)["dim"] % len(layout)
             if before is not None and has(before[d], Tokens):
-                return self._operand(node, source)  # type: ignore[arg-type]
+                return self._operand(node, source)
         if name is aten.repeat:
             return self._repeat(node, layout)
         return None
 
     def _repeat(self, node: fx.Node, layout: Layout) -> fx.Node:
         source = node.args[0]
-        before = self.step.layouts.get(source) or self.step.demands.get((node, source)) or self._plain(source)  # type: ignore[arg-type, call-overload]
+        assert isinstance(source, fx.Node)
+        before = self.step.layouts.get(source) or self.step.demands.get((node, source)) or self._plain(source)
         before = ((),) * (len(layout) - len(before)) + before
         counts = []
         for dim, old, count in zip(layout, before, node.args[1], strict=True):  # type: ignore[arg-type]
             counts.append(self._size(node, dim) if isinstance(count, fx.Node) and old == () else count)
         if any(isinstance(c, fx.Node) and c.graph is not self.graph for c in counts):
             raise _cannot(node, "it repeats the token or row dim")
-        return self.graph.call_function(aten.repeat.default, (self._operand(node, source), counts))  # type: ignore[arg-type]
+        return self.graph.call_function(aten.repeat.default, (self._operand(node, source), counts))
 
 
 def _repeated_tokens(node: fx.Node, layout: Layout) -> sympy.Expr:

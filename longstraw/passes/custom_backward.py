@@ -1,8 +1,9 @@
 """Custom autograd functions (`torch.autograd.Function`) inside the step.
 
-The segment recomputes and differentiates ATen ops, so it can take a custom function's forward as ordinary ops only when its
-custom backward is the derivative of that forward. That is checked here with numbers, before tracing; a function that
-backpropagates something else (a straight-through estimator, a scaled gradient) is refused rather than differentiated wrongly.
+The segment recomputes and differentiates ATen ops, so it can take a custom function's forward as ordinary ops only when
+its custom backward is the derivative of that forward. That is checked here with numbers, before tracing; a function
+that backpropagates something else (a straight-through estimator, a scaled gradient) is refused rather than
+differentiated wrongly.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def check_custom_backwards(gm: fx.GraphModule) -> None:
         if node.op != "call_function" or node.target is not torch.ops.higher_order.autograd_function_apply:
             continue
         forward, backward, *inputs = node.args
-        bodies = [without_grad_modes(getattr(gm, str(body.target))) for body in (forward, backward)]
+        run, differentiate = (without_grad_modes(getattr(gm, str(body.target))) for body in (forward, backward))
         values = [x.meta["example_value"] if isinstance(x, fx.Node) else x for x in inputs]
         try:
-            error = max(_error(*bodies, values, seed) for seed in range(_POINTS))
+            error = max(_error(run, differentiate, values, seed) for seed in range(_POINTS))
         except Exception as problem:
             raise _refusal(node, f"its backward could not be compared with the derivative ({problem})") from problem
         if not error <= _TOLERANCE:
@@ -93,5 +94,6 @@ def _refusal(node: fx.Node, why: str) -> UnsupportedOp:
     return UnsupportedOp(
         f"A custom autograd function can't be rewritten: {why}.",
         where=user_line(node.meta.get("stack_trace")),
-        remedy="Express its gradient with ordinary ops, e.g. y = x + (f(x) - x).detach() for a straight-through estimator.",
+        remedy="Express its gradient with ordinary ops, e.g. y = x + (f(x) - x).detach() for a straight-through "
+        "estimator.",
     )

@@ -102,8 +102,8 @@ def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dic
             raise UnsupportedOp(
                 f"The size of {op_name(node)}'s result depends on data.",
                 where=user_line(node.meta.get("stack_trace")),
-                remedy="Spans are planned before anything runs. Models that send tokens to experts through Python lists or "
-                "nonzero() usually have another implementation: see config._experts_implementation.",
+                remedy="Spans are planned before anything runs. Models that send tokens to experts through Python "
+                "lists or nonzero() usually have another implementation: see config._experts_implementation.",
             )
         known = {x: "light" if x in pure else kinds[x] for x in node.all_input_nodes}
         kinds[node] = _kind(node, known, trains, sizes)

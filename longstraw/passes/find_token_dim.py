@@ -1,9 +1,9 @@
 """find_token_dim: which dim of every hidden value runs over tokens, which over rows.
 
-In: `Branched`. Out: `Located`: a layout for every region node, and the layout in which each op reads its light operands.
-Rules come from the user's `Options(rules=...)`, then `arch.layout_rules()`; elementwise ops need none. An op without a
-rule is an error that names the user's line. In the tail (log-probabilities to loss) ops need not keep tokens apart: a node
-without a layout there belongs to the objective.
+In: `Branched`. Out: `Located`: a layout for every region node, and the layout in which each op reads its light
+operands. Rules come from the user's `Options(rules=...)`, then `arch.layout_rules()`; elementwise ops need none. An op
+without a rule is an error that names the user's line. In the tail (log-probabilities to loss) ops need not keep tokens
+apart: a node without a layout there belongs to the objective.
 """
 
 from __future__ import annotations

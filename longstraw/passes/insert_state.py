@@ -1,9 +1,9 @@
 """insert_state: what each mixing op needs of earlier tokens, and graphs that read and write it.
 
-In: `Partitioned`. Out: `WithState`. For attention the state is keys and values. Between the projection and the attention's
-operands stand ops that only rearrange and repeat numbers (head repetition, transposes); the state is the cheapest value
-in bytes per token on that way from which the operand can be rebuilt: with grouped-query attention, the keys and values
-before repetition. Values that several attentions share are one slot. Masks become block programs.
+In: `Partitioned`. Out: `WithState`. For attention the state is keys and values. Between the projection and the
+attention's operands stand ops that only rearrange and repeat numbers (head repetition, transposes); the state is the
+cheapest value in bytes per token on that way from which the operand can be rebuilt: with grouped-query attention, the
+keys and values before repetition. Values that several attentions share are one slot. Masks become block programs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Builder:
         return kept
 
     def _before_repetition(self, operand: fx.Node) -> fx.Node:
-        """Return the cheapest value `[rows, heads / g, tokens, width]` of which the operand repeats every head g times."""
+        """Return the cheapest value `[rows, heads / g, tokens, width]` whose heads the operand repeats g times each."""
         chain = [operand]
         while chain[-1].op == "call_function" and packet(chain[-1].target) in _REARRANGES:
             chain.append(chain[-1].args[0])  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """lower: what the run time needs beside the segments.
 
-In: `WithState`. Out: `Lowered`: the prologue, which computes the light values that segments and masks read, once for all
-rows and tokens, and what runs each segment graph. The widest token-wise parts of the segments become tiled calls.
+In: `WithState`. Out: `Lowered`: the prologue, which computes the light values that segments and masks read, once for
+all rows and tokens, and what runs each segment graph. The widest token-wise parts of the segments become tiled calls.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def min_cut(
     """Return the cheapest set of values through which everything from sources to sinks passes.
 
     Each value is an edge (in, out) of its cost; uses are edges of infinite cost; a maximum flow (shortest augmenting
-    paths, Edmonds and Karp 1972) gives the cut. Among equal cuts the one nearest to the sources (or to the sinks) is taken.
+    paths, Edmonds and Karp 1972) gives the cut. Among equal cuts the one nearest to the sources (or to the sinks) is
+    taken.
 
     Args:
         values: all values, in order; the result keeps this order.

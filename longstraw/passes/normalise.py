@@ -69,7 +69,7 @@ _ALIASES = (aten.view, aten.alias, aten.detach, aten.unsqueeze, aten.squeeze, at
 
 
 def _make_functional(graph: fx.Graph) -> None:
-    """Replace in-place ops: later uses of the written value see the new one, written back through slices to its base."""
+    """Replace in-place ops: later uses of the written value see the new one; slices write it back to their base."""
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
@@ -188,7 +188,7 @@ def _resolve_modes(graph: fx.Graph) -> None:
             if not grad and node.op == "call_function":
                 frozen.append(node)
             continue
-        node.replace_all_uses_with(None) if not node.users else None  # type: ignore[arg-type]
+        node.replace_all_uses_with(None) if not node.users else None
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and (
@@ -232,7 +232,7 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         a = arguments(node)
         if a["p"] and a["train"]:
             raise attention_rule.dropout_error(node, a["p"])
-        return a["input"] if name is not aten.native_dropout else None  # type: ignore[no-any-return]
+        return a["input"] if name is not aten.native_dropout else None
     if name in (aten.clone, aten.contiguous, aten.alias, aten.lift_fresh_copy, aten.lift_fresh):
         return node.args[0]  # type: ignore[return-value]
     operands = tensors((node.args, node.kwargs))
@@ -245,7 +245,8 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         if len(filled) < len(operands):
             node.args = (filled, *node.args[1:])
         return None
-    before, after = operands[0].meta["val"], node.meta.get("val")
+    before: Any = operands[0].meta["val"]
+    after: Any = node.meta.get("val")
     if name in (aten.to, aten._to_copy):
         same = before.dtype == after.dtype and before.device == after.device
         return operands[0] if same else None

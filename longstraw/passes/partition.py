@@ -1,7 +1,8 @@
 """partition: the step as segments (one span of a branch's tokens) and an objective (results to outputs).
 
-In: `Located`. Out: `Partitioned`. Two cuts, both minimal in bytes: between hidden values and the objective (the *results*),
-and between the body of a branch and its widest values (the *frontier*, where the head starts that runs in tiles).
+In: `Located`. Out: `Partitioned`. Two cuts, both minimal in bytes: between hidden values and the objective (the
+*results*), and between the body of a branch and its widest values (the *frontier*, where the head starts that runs in
+tiles).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def partition(step: Located) -> Partitioned:
             raise WideResult(
                 f"The step returns {op_name(node)}, hidden values of every token: {_shape(node)}.",
                 where=user_line(node.meta.get("stack_trace")),
-                remedy="Return per-token numbers (log-probabilities, entropies) or reductions of them. If you did not mean "
-                "to return it, Dynamo broke the step here: run with TORCH_LOGS=graph_breaks to see why.",
+                remedy="Return per-token numbers (log-probabilities, entropies) or reductions of them. If you did not "
+                "mean to return it, Dynamo broke the step here: run with TORCH_LOGS=graph_breaks to see why.",
             )
     owners = _owners(step)
     results = _find_results(step, owners)
@@ -133,7 +134,7 @@ def _body(branch: Sequence[fx.Node]) -> set[fx.Node]:
 def _find_frontier(
     step: Located, branch: Sequence[fx.Node], body: set[fx.Node], results: tuple[fx.Node, ...]
 ) -> tuple[fx.Node, ...]:
-    """Return the cheapest values between the body and the widest values after it, and what else results read of the body."""
+    """Return the cheapest values between the body and the widest values after it, and what else of the body is read."""
     wanted: set[fx.Node] = set()
     stack = list(results)
     while stack:

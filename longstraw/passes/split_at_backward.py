@@ -1,8 +1,8 @@
 """split_at_backward: a step that calls backward itself, as forward pieces and what stands between them.
 
 In: a Dynamo graph with `torch.autograd.grad` nodes. Out: an outer graph that calls one module for the forward of each
-backward, and keeps everything that depends on gradients (accumulation into `.grad`, norms, updates) as it was. Metrics that
-are computed after a backward from values before it move into that backward's piece.
+backward, and keeps everything that depends on gradients (accumulation into `.grad`, norms, updates) as it was. Metrics
+that are computed after a backward from values before it move into that backward's piece.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Runner:
         return self._blocks[rows]
 
     def check_masks(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
-        """Refuse masks that let a query of the span see tokens after the span, or see nothing where that has no meaning."""
+        """Refuse masks that let a query of the span see tokens after it, or see nothing where that has no meaning."""
         pairs = {id(b): (s, b) for s, b in zip(self.branch.sites, self.blocks(rows), strict=True)}
         for site, blocks in pairs.values():
             if any(self.branch.finite[index] for index in site.masks):
@@ -163,7 +163,8 @@ class Runner:
                     raise UnsupportedMask(
                         "Attention lets a token see later tokens: the model is not causal.",
                         where=site.line,
-                        remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to causal.",
+                        remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to "
+                        "causal.",
                     )
 
     def _check_some_key(self, site: Site, blocks: Blocks, lo: int, hi: int) -> None:
@@ -175,10 +176,11 @@ class Runner:
             if bool(seen.all()):
                 return
         raise UnsupportedMask(
-            "A token may see no token at all, and the mask gives unseen ones a finite score: it would attend to all tokens "
-            "of its row, later ones too.",
+            "A token may see no token at all, and the mask gives unseen ones a finite score: it would attend to all "
+            "tokens of its row, later ones too.",
             where=site.line,
-            remedy="Left-padded rows have such tokens. Pad on the right, or use the model's `sdpa` attention implementation.",
+            remedy="Left-padded rows have such tokens. Pad on the right, or use the model's `sdpa` attention "
+            "implementation.",
         )
 
     def kept(self, rows: Rows, spans: Sequence[tuple[int, int]], until: int, stop: int) -> list[Kept]:
@@ -306,7 +308,7 @@ class Runner:
         ]
         inputs = self._inputs(head.graph.inputs, where, lo, hi, leaves)
         run = self.runs.heads[self.segment.heads.index(head)]
-        return run(count, hi - lo, *inputs, *cut)  # type: ignore[no-any-return]
+        return run(count, hi - lo, *inputs, *cut)
 
     def _frontier_layout(self, index: int) -> Any:
         head = self.segment.heads[0].graph.module
@@ -343,7 +345,7 @@ class Runner:
         """Return the layout of a result."""
         head = next(h for h in self.segment.heads if index in h.results)
         output = next(iter(reversed(head.graph.module.graph.nodes))).args[0]
-        return self.place(output[head.results.index(index)].meta["layout"])  # type: ignore[index, union-attr]
+        return self.place(output[head.results.index(index)].meta["layout"])
 
     def _put_result(self, whole: Tensor, part: Tensor, index: int, where: Where, lo: int, hi: int) -> None:
         place = self.result_place(index)

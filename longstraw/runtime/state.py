@@ -1,8 +1,8 @@
 """Captured per-token state of one node of the prefix tree: preallocated, contiguous, with gradients of the same layout.
 
-A store is owned by the node that allocated it. Tokens are appended in order; `restore` says how many of them the next span
-sees; after `release` every use is an error. Tokens that no later token can see (outside a sliding window, padding) are
-not kept: `Kept` says which are.
+A store is owned by the node that allocated it. Tokens are appended in order; `restore` says how many of them the next
+span sees; after `release` every use is an error. Tokens that no later token can see (outside a sliding window, padding)
+are not kept: `Kept` says which are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One step, top to bottom: capture, score, objective, replay, unwind, finalise.
 
-`run_step` is what a compiled step calls. Capture and score run in its forward; the objective runs under autograd on their
-results; replay, unwind and finalise run in the backward of `_Branch`, the one autograd node between parameters and results.
+`run_step` is what a compiled step calls. Capture and score run in its forward; the objective runs under autograd on
+their results; replay, unwind and finalise run in the backward of `_Branch`, the one autograd node between parameters
+and results.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ class BranchRun:
         if self.options.prompt_grad == "none":
             if self.first_result <= 0:
                 raise PromptNotFound(
-                    'prompt_grad="none" needs to know where the prompt ends, and the step computes results for all tokens.',
+                    'prompt_grad="none" needs to know where the prompt ends, and the step computes results for all '
+                    "tokens.",
                     remedy="Cut the logits to the response, e.g. logits[:, P - 1 : -1] or logits_to_keep=R + 1.",
                 )
             tree = prefix_tree.split_at(tree, self.first_result)
@@ -241,7 +243,7 @@ class BranchRun:
 
     @functools.cached_property
     def _compared(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Return everything that differs between rows, as `[rows, tokens, ...]` with its first token, or `[rows, ...]`."""
+        """Return all that differs between rows, as `[rows, tokens, ...]` with its first token, or `[rows, ...]`."""
         found: list[tuple[Tensor, tuple[int, ...]]] = []
         seen: set[Any] = set()
         layouts = [(t.node, t.layout) for t in self._token_inputs]
@@ -409,7 +411,7 @@ class _Branch(torch.autograd.Function):
     """The one autograd node between a branch's parameters and its results."""
 
     @staticmethod
-    def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.versions = [value._version for value in inputs]
         ctx.autocast = compat.current_autocast(run.device.type)
@@ -419,7 +421,7 @@ class _Branch(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: BranchRun | None = ctx.run
         if run is None:
