@@ -107,6 +107,8 @@ def user_line(stack_trace: str | None, *, own: bool = True) -> str:
         own: prefer the innermost frame; False takes the outermost (the line of the user's step).
     """
     frames = list(_FRAME.finditer(stack_trace or ""))
+    library = f"{os.sep}torch{os.sep}"  # functions of torch itself, such as F.pad, are nobody's source line
+    frames = [frame for frame in frames if library not in frame["file"]] or frames
     if not frames:
         return ""
     frame = frames[-1] if own else frames[0]

@@ -382,8 +382,9 @@ def padded(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     source = r.operand(node, a["self"])
     shape = r.shape(node)
-    for i, dim in enumerate(source):
-        if r.sizes.of_dim(dim) != shape[i]:
+    amounts = a["pad"]  # last dim first; a shift pads one side and cuts the other, and keeps the size
+    for i, dim in enumerate(reversed(source)):
+        if any(isinstance(n, fx.Node) or n != 0 for n in amounts[2 * i : 2 * i + 2]):
             r.keep(node, dim, "it pads that dim")
     return tuple(dim if r.sizes.of_dim(dim) == shape[i] else (shape[i],) for i, dim in enumerate(source))
 
