@@ -1,0 +1,148 @@
+"""Each private PyTorch API that longstraw uses, behind its function: a release that changes one fails here."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.fx.experimental._config as fx_config
+from torch import fx
+
+from longstraw import compat
+
+
+def graphs(function: object, *args: object, fullgraph: bool = True) -> list[fx.GraphModule]:
+    """Dynamo's graphs of a function compiled for a backend that traces as longstraw does."""
+    found: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        found.append(gm)
+        return gm.forward
+
+    torch.compile(function, backend=compat.trace_backward_inside(backend), fullgraph=fullgraph)(*args)
+    return found
+
+
+def test_sizes_and_ints_are_symbolic_at_the_first_trace_and_equal_ones_differ() -> None:
+    (gm,) = graphs(lambda x, y, n: (x.sum(0) + n, y.sum(0)), torch.ones(4, 3), torch.ones(4, 3), 4)
+    sizes = [v for v in compat.fake_inputs(gm) if isinstance(v, torch.SymInt)]
+    tensors = [v for v in compat.fake_inputs(gm) if isinstance(v, torch.Tensor)]
+    assert len({str(size) for t in tensors for size in t.shape}) == 4
+    assert any(compat.hint(size) == 4 for size in sizes)
+
+
+def test_settings_end_with_the_compilation() -> None:
+    before = (torch._dynamo.config.assume_static_by_default, torch._dynamo.config.trace_autograd_ops)
+    graphs(lambda x: x + 1, torch.ones(3))
+    assert (torch._dynamo.config.assume_static_by_default, torch._dynamo.config.trace_autograd_ops) == before
+    assert fx_config.use_duck_shape
+
+
+def test_settings_end_with_a_compilation_that_fails() -> None:
+    def fails(gm: fx.GraphModule, inputs: object) -> object:
+        raise KeyError("on purpose")
+
+    with pytest.raises(Exception, match="on purpose"):
+        torch.compile(lambda x: x + 1, backend=compat.trace_backward_inside(fails))(torch.ones(3))
+    assert torch._dynamo.config.assume_static_by_default and fx_config.use_duck_shape
+
+
+def test_other_backends_trace_as_always() -> None:
+    compat.trace_backward_inside(lambda gm, inputs: gm.forward)
+    found: list[fx.GraphModule] = []
+
+    def other(gm: fx.GraphModule, inputs: object) -> object:
+        found.append(gm)
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=other)(torch.ones(4, 3))
+    assert not any(isinstance(v, torch.SymInt) for v in compat.fake_inputs(found[0]))
+
+
+def test_a_loop_that_calls_backward_is_one_graph_also_after_a_reset() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            (x * weight).sum().backward()
+        return x
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        (gm,) = graphs(loop, torch.ones(3))
+        assert sum(node.target is torch.autograd.grad for node in gm.graph.nodes) == 2
+
+
+def test_retrace_as_usual_traces_again_with_numbers() -> None:
+    seen: list[bool] = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        seen.append(any(isinstance(v, torch.SymInt) for v in compat.fake_inputs(gm)))
+        compat.retrace_as_usual(gm)
+        return gm.forward
+
+    torch.compile(lambda x: x * x.shape[0], backend=compat.trace_backward_inside(backend))(torch.ones(4))
+    assert seen == [True, False]
+
+
+def test_to_aten_keeps_attention_and_takes_views_as_inputs() -> None:
+    position = torch.arange(5)[None]
+
+    def attend(q: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q) + position.sum()
+
+    (gm,) = graphs(attend, torch.ones(1, 2, 5, 4), position)
+    module = compat.to_aten(lambda *args: fx.Interpreter(gm).run(*args), compat.fake_inputs(gm))
+    targets = [node.target for node in module.graph.nodes]
+    assert torch.ops.aten.scaled_dot_product_attention.default in targets
+
+
+def test_source_name_is_the_users_expression() -> None:
+    model = torch.nn.Linear(2, 2)
+    (gm,) = graphs(lambda model, x: model(x), model, torch.ones(3, 2))
+    names = {compat.source_name(node) for node in gm.graph.nodes if node.op == "placeholder"}
+    assert any("model" in name and "weight" in name for name in names)
+
+
+def test_graph_break_names_the_line() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        if y.sum() > 0:
+            y = y * 2
+        return y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = graphs(broken, torch.ones(3), fullgraph=False)[0]
+    reason = compat.graph_break(first)
+    assert reason is not None and "if y.sum() > 0" in reason[1]
+    assert compat.graph_break(graphs(lambda x: x + 1, torch.ones(3))[0]) is None
+
+
+def test_depends_on_data_tells_sizes_that_were_read_from_values() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        (gm,) = graphs(lambda x: x.nonzero() + 0, torch.ones(3))
+    node = next(n for n in gm.graph.nodes if n.target == "nonzero" or "nonzero" in str(n.target))
+    size = node.meta["example_value"].shape[0]
+    assert compat.depends_on_data(size)
+    assert not compat.depends_on_data(3)
+
+
+def test_lookup_backend_finds_torchs_own() -> None:
+    assert callable(compat.lookup_backend("eager"))
+
+
+def test_autocast_state_restores_what_current_autocast_saw() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        state = compat.current_autocast("cpu")
+    with compat.autocast_state(state):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    context = compat.enter_autocast("cpu", True, torch.bfloat16)
+    assert torch.is_autocast_enabled("cpu")
+    compat.exit_autocast(context)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_emit_artifact_costs_nothing_without_a_listener() -> None:
+    compat.emit_artifact("longstraw_test", lambda: pytest.fail("rendered for nobody"))

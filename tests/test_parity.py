@@ -1,0 +1,62 @@
+"""verify: equal where it is equal, and different where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longstraw
+from tests.small import Tiny, inputs, step
+
+
+def test_verify_finds_a_step_equal() -> None:
+    parity = longstraw.verify(step, Tiny(), *inputs())
+    assert parity.ok and parity.loss_error < 1e-12 and parity.relative_l2 < 1e-12 and parity.cosine > 1 - 1e-12
+    assert parity.worst[1] < 1e-11 and "verdict" in str(parity)
+
+
+def test_verify_shows_the_price_of_response_only_gradients() -> None:
+    parity = longstraw.verify(step, Tiny(), *inputs(prompt=20), options={"prompt_grad": "none"})
+    assert not parity.ok and parity.loss_error < 1e-12
+    assert 0 < parity.cosine < 1 - 1e-6
+    assert 'prompt_grad="none"' in str(parity)
+
+
+def test_verify_leaves_everything_as_it_was() -> None:
+    model = Tiny()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    longstraw.verify(step, model, *inputs())
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.table.weight.grad is None
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_verify_takes_steps_that_call_backward() -> None:
+    def own_backward(model: nn.Module, *args: Tensor) -> dict[str, Tensor]:
+        loss = step(model, *args)
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    assert longstraw.verify(own_backward, Tiny(), *inputs()).ok
+
+
+def test_verify_needs_a_loss() -> None:
+    with pytest.raises(ValueError, match="must return its loss"):
+        longstraw.verify(lambda model, *args: {"value": 1}, Tiny(), *inputs())
+
+
+def test_numbers_are_checked_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstraw.errors import NumbersDiffer
+    from longstraw.runtime.spans import Leaves
+
+    compiled = torch.compile(step, backend="longstraw", options={"check": "numbers"})
+    compiled(Tiny(), *inputs(prompt=150)).backward()
+    torch._dynamo.reset()
+    gradient = Leaves.gradient
+    monkeypatch.setattr(Leaves, "gradient", lambda self, node: gradient(self, node) * 1.001)
+    with pytest.raises(NumbersDiffer, match="differs from eager"):
+        torch.compile(step, backend="longstraw", options={"check": "numbers"})(Tiny(), *inputs())
