@@ -30,8 +30,9 @@ _SHOWN_CONSTANT = 64
 
 def render(record: Any) -> str:
     """Return a stage's graphs as one Python source text."""
-    parts = [_source(name, module, notes) for name, module, notes in _graphs(record)]
-    return "\n\n".join(["import torch\nimport longstraw.ops", *parts]) + "\n"
+    imports: set[str] = {"import torch"}
+    parts = [_source(name, module, notes, imports) for name, module, notes in _graphs(record)]
+    return "\n\n\n".join(["\n".join(sorted(imports)), *parts]) + "\n"
 
 
 def _graphs(record: Any) -> Iterator[tuple[str, fx.GraphModule, dict[str, str]]]:
@@ -96,8 +97,8 @@ def _factor(factor: Any) -> str:
     return str(factor)
 
 
-def _source(name: str, module: fx.GraphModule, notes: dict[str, str]) -> str:
-    """Return one graph as a function `name(*inputs)`."""
+def _source(name: str, module: fx.GraphModule, notes: dict[str, str], imports: set[str]) -> str:
+    """Return one graph as a function `name(*inputs)`; add what it needs to `imports`."""
     code = module.graph.python_code("self")
     lines = []
     for line in code.src.strip().splitlines():
@@ -106,10 +107,11 @@ def _source(name: str, module: fx.GraphModule, notes: dict[str, str]) -> str:
         lines.append(f"{line}  # {note}" if note else line)
     body = "\n".join(lines)
     body = re.sub(r"^def forward\(self,? ?", f"def {name}(", body, count=1, flags=re.M)
-    imports = [_import(key, value) for key, value in sorted(code.globals.items())]
-    constants = _constants(name, module) if "self." in body else []
+    used = set(re.findall(r"[A-Za-z_]\w*", body))
+    imports |= {_import(key, value) for key, value in code.globals.items() if key in used}
+    constants = _constants(name, module, imports) if "self." in body else []
     body = body.replace("self.", f"{name}_constants.")
-    return "\n".join([*(line for line in imports if line), *constants, "", body])
+    return "\n".join([*constants, *([""] if constants else []), body])
 
 
 def _import(alias: str, value: Any) -> str:
@@ -130,8 +132,9 @@ def _import(alias: str, value: Any) -> str:
     return f"from {module} import {name} as {alias}" if name != alias else f"from {module} import {name}"
 
 
-def _constants(name: str, module: fx.GraphModule) -> list[str]:
-    lines = ["import types", f"{name}_constants = types.SimpleNamespace()"]
+def _constants(name: str, module: fx.GraphModule, imports: set[str]) -> list[str]:
+    imports.add("import types")
+    lines = [f"{name}_constants = types.SimpleNamespace()"]
     for node in module.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -145,5 +148,5 @@ def _constants(name: str, module: fx.GraphModule) -> list[str]:
             lines.append(f"{target} = {shown}")
         elif isinstance(value, fx.GraphModule):
             function = f"{name}_{node.target}"
-            lines += [_source(function, value, {}), f"{target} = {function}"]
+            lines += [_source(function, value, {}, imports), f"{target} = {function}"]
     return lines

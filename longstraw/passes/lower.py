@@ -7,6 +7,7 @@ all rows and tokens, and what runs each segment graph. The widest token-wise par
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,17 @@ from torch import fx
 from longstraw.passes.find_branches import width
 from longstraw.passes.partition import extract
 from longstraw.passes.tile import tile_wide_parts
-from longstraw.stages import Lowered, Runs, WithState
+from longstraw.passes.trace import copy_graph
+from longstraw.stages import Lowered, Runs, Stateful, WithState
+
+
+def _tiled(branch: Stateful) -> Stateful:
+    """Return a branch with the widest parts of its graphs as tiled calls."""
+    hidden = min((_bytes_per_token(node) for node in branch.segment.frontier), default=0)
+    capture, score, relay = (
+        tile_wide_parts(copy_graph(module), hidden) for module in (branch.capture, branch.score, branch.relay)
+    )
+    return replace(branch, capture=capture, score=score, relay=relay)
 
 
 def _bytes_per_token(node: fx.Node) -> int:
@@ -26,10 +37,7 @@ def _bytes_per_token(node: fx.Node) -> int:
 def lower(step: WithState) -> Lowered:
     """Return the step ready to run."""
     located = step.partitioned.step
-    for branch in step.branches:
-        hidden = min((_bytes_per_token(node) for node in branch.segment.frontier), default=0)
-        for module in (branch.capture, branch.score, branch.relay):
-            tile_wide_parts(module, hidden)
+    step = replace(step, branches=tuple(_tiled(branch) for branch in step.branches))
     light: dict[fx.Node, None] = {}
     for branch in step.branches:
         graphs = [branch.segment.body, *(head.graph for head in branch.segment.heads)]
