@@ -15,17 +15,16 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from longstraw import compat
 from longstraw.errors import (
     BackwardTwice,
     BadInput,
+    DoubleBackward,
     MissingExtra,
     ParametersChanged,
     PromptNotFound,
 )
-from longstraw.options import Options
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.prefix_tree import Node
@@ -53,7 +52,7 @@ def run_step(program: Lowered, *inputs: Any) -> Any:
     numbers = Numbers(located.sizes, values)
     results: list[Tensor] = []
     for branch, runs in zip(program.step.branches, program.runs, strict=True):
-        run = BranchRun(branch, runs, values, numbers, located.options)
+        run = BranchRun(branch, runs, values, numbers, located)
         results += run.apply()
     return program.step.partitioned.objective(*inputs, *results)
 
@@ -152,13 +151,14 @@ class BranchRun:
         runs: what runs its graphs.
         values: every input and light value, by node of the step.
         numbers: this step's sizes.
-        options: the user's options.
+        step: the step, for its options and the names of its inputs.
     """
 
     def __init__(
-        self, branch: Stateful, runs: Runs, values: Mapping[fx.Node, Any], numbers: Numbers, options: Options
+        self, branch: Stateful, runs: Runs, values: Mapping[fx.Node, Any], numbers: Numbers, step: Located
     ) -> None:
-        self.branch, self.values, self.numbers, self.options = branch, values, numbers, options
+        self.branch, self.values, self.numbers, self.options = branch, values, numbers, step.options
+        self.sources = step.inputs
         self.sizes = numbers.sizes
         place = functools.lru_cache(maxsize=None)(numbers.place)
         self.runner = Runner(branch, runs, values, num_rows=numbers.rows, place=place, tile_bytes=_TILE_BYTES)
@@ -267,6 +267,21 @@ class BranchRun:
                 moved = parts.movedim((place.row_dim, place.token_dim), (0, 1))
                 found.append((moved, (0, place.start)))
         return found
+
+    def versions(self) -> dict[str, int]:
+        """Return the version counter of every parameter and input that backward reads again, by the user's name."""
+        names = {i.name: i.source for i in self.sources}
+        graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
+        read = [
+            node
+            for graph in graphs
+            for node in (*graph.inputs.parameters, *graph.inputs.values, *(t.node for t in graph.inputs.tokens))
+        ]
+        return {
+            names[node.name]: self.values[node]._version
+            for node in read
+            if node.op == "placeholder" and isinstance(self.values[node], Tensor)
+        }
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -413,7 +428,7 @@ class _Branch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        ctx.versions = [value._version for value in inputs]
+        ctx.versions = run.versions()
         ctx.autocast = compat.current_autocast(run.device.type)
         results = run.forward(keep=True)
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
@@ -421,18 +436,24 @@ class _Branch(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: BranchRun | None = ctx.run
+        if torch.is_grad_enabled():
+            raise DoubleBackward(
+                "A gradient of a gradient was asked for (create_graph=True): replay keeps no graph of the backward.",
+                remedy="Use create_graph=False; penalties on gradients need eager.",
+            )
         if run is None:
             raise BackwardTwice(
                 "Backward ran a second time through a compiled step whose state was released after the first.",
                 remedy="Call the step again, or add the losses before calling backward once.",
             )
-        inputs = [run.values[node] for node in run.differentiable]
-        if [value._version for value in inputs] != ctx.versions:
+        now = run.versions()
+        changed = [name for name, version in ctx.versions.items() if now[name] != version]
+        if changed:
             raise ParametersChanged(
-                "A parameter was changed in place between the step's forward and its backward.",
+                f"{changed[0]} was changed in place between the step's forward and its backward"
+                f"{f', and {len(changed) - 1} more tensors' if len(changed) > 1 else ''}.",
                 remedy="Run backward before optimizer.step() and before loading or averaging weights.",
             )
         ctx.run = None
