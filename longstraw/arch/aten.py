@@ -230,7 +230,7 @@ def reduced(r: Reader, node: fx.Node) -> Any:
         dims = list(range(len(source)))
     dims = [d % len(source) for d in ([dims] if isinstance(dims, int) else dims)]
     for d in dims:
-        r.keep(node, source[d], "it reduces or orders along that dim")
+        r.keep(node, source[d], "it reduces, orders or shifts along that dim")
     values = node.meta["val"]
     outs = values if isinstance(values, (tuple, list)) else (values,)
     layouts = []
@@ -256,6 +256,16 @@ def normalised(r: Reader, node: fx.Node) -> Layout:
     source = r.operand(node, a["input"])
     for d in range(len(source) - len(a["normalized_shape"]), len(source)):
         r.keep(node, source[d], "it normalises over that dim")
+    return source
+
+
+def batch_norm(r: Reader, node: fx.Node) -> Layout:
+    """A factor and a summand per channel, in eval mode."""
+    a = arguments(node)
+    source = r.operand(node, a["input"])
+    if a["training"]:
+        r.mixes_rows(node, "in training mode its statistics are taken over all rows and tokens")
+    r.keep(node, source[1], "it normalises over that dim")
     return source
 
 
@@ -590,6 +600,7 @@ def _table() -> dict[Any, LayoutRule]:
         ("split split_with_sizes chunk unbind tensor_split", split),
         ("cat concat stack", concatenated),
         ("layer_norm rms_norm _fused_rms_norm", normalised),
+        ("batch_norm", batch_norm),
         ("linear", linear),
         ("matmul bmm mm baddbmm addmm addbmm mv", matmul),
         ("einsum", einsum),

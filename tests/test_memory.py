@@ -1,0 +1,106 @@
+"""Memory laws, counted on live tensors: flat in the group, in the prompt only the state, never a span's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longstraw import backend
+from longstraw.runtime import transaction
+from tests.models import zoo
+from tests.steps import STEPS
+
+STEP = STEPS["grpo"]
+WIDTH = 64
+LAYERS = 4
+# Keys and values, two heads of sixteen, float64; and as much again for their gradients.
+STATE_BYTES = LAYERS * 2 * 2 * 16 * 8
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operators made and that are still alive: the most there ever were, and the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.largest = 0
+        self._bytes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if is_dense(leaf)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if is_dense(leaf) and leaf.untyped_storage()._cdata not in given:
+                self._bytes[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        self._bytes = {storage: size for storage, size in self._bytes.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self._bytes.values()))
+        return result
+
+
+def is_dense(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Live:
+    """Counts in each compiled step, from its first operator."""
+    counter = Live()
+    run_step = backend.run_step
+
+    def counted(*args: Any) -> Any:
+        with counter:
+            return run_step(*args)
+
+    monkeypatch.setattr(backend, "run_step", counted)
+    return counter
+
+
+def peak(live: Live, step: Any, model: nn.Module, inputs: dict[str, Any]) -> int:
+    """The most bytes alive at once in one step and its backward; gradients are there from the start."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    live.peak = live.largest = 0
+    loss = step(model, **inputs)
+    with live:
+        loss.backward()
+    return live.peak
+
+
+def compiled(span_tokens: int, **options: Any) -> Any:
+    options = {"span_tokens": span_tokens, "replay_rows": 1, "grad_dtype": torch.float64, **options}
+    return torch.compile(STEP.function, backend="longstraw", options=options)
+
+
+def test_peak_does_not_depend_on_the_group(live: Live) -> None:
+    model = zoo.build("llama")
+    step = compiled(span_tokens=16)
+    prompt, response = 40, 16
+    peaks = [peak(live, step, model, STEP.inputs(model, prompt=prompt, response=response, group=g)) for g in (2, 8)]
+    # What is as large as the group: token ids, masks, results and their gradients; no hidden state of a row.
+    added = (peaks[1] - peaks[0]) / 6
+    assert added < 16 * 8 * (prompt + response)
+    assert added < response * WIDTH * 8
+
+
+@pytest.mark.parametrize(("prompt_grad", "copies"), [("exact", 2), ("none", 1)])
+def test_peak_grows_with_the_prompt_by_its_state(live: Live, prompt_grad: str, copies: int) -> None:
+    model = zoo.build("llama", layers=LAYERS)
+    step = compiled(span_tokens=16, prompt_grad=prompt_grad)
+    peaks = [peak(live, step, model, STEP.inputs(model, prompt=p, response=8, group=2)) for p in (128, 384)]
+    slope = (peaks[1] - peaks[0]) / 256
+    assert copies * STATE_BYTES <= slope <= 1.3 * copies * STATE_BYTES
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_logits_of_a_span_are_never_alive(live: Live, monkeypatch: pytest.MonkeyPatch, tiled: bool) -> None:
+    vocab, span = 4096, 3 * WIDTH  # more than twice the weights of the head
+    monkeypatch.setattr(transaction, "_TILE_BYTES", 1 << 20 if tiled else 1 << 40)
+    model = zoo.build("llama", vocab_size=vocab)
+    peak(live, compiled(span_tokens=span), model, STEP.inputs(model, prompt=8, response=span, group=1))
+    assert (live.largest < span // 2 * vocab * 8) == tiled
