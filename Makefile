@@ -25,7 +25,7 @@ demo: $(STAMP)  ## a GRPO step on real text, eager against longstraw: a table an
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)  ## the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)  ## ruff (format and rules) and mypy
 	$(BIN)/ruff format --check $(SOURCES)
@@ -43,7 +43,7 @@ examples: $(STAMP)  ## every example in its short form
 	set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example --quick; done
 
 zoo: $(STAMP)  ## the slow sweep: every decoder of transformers that can be built small
-	$(BIN)/python -m pytest -m zoo
+	$(BIN)/python -m pytest -n auto -m zoo
 
 bench: $(STAMP)  ## the benchmark with all its promises checked (about 15 minutes)
 	$(BIN)/python benchmarks/step.py --check

@@ -1,7 +1,8 @@
-"""What every test shares: two threads, and a Dynamo that remembers nothing of the test before."""
+"""What every test shares: few threads, and a Dynamo that remembers nothing of the test before."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # the workers share the cores
 
 
 @pytest.fixture(autouse=True)
