@@ -86,7 +86,12 @@ def test_a_parameter_changed_before_backward() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    with raises(errors.ParametersChanged, "model.model.embed_tokens.weight and 20 more", "before optimizer.step()"):
+    with raises(
+        errors.ParametersChanged,
+        "model.model.embed_tokens.weight was changed",
+        "and 20 more tensors",
+        "before optimizer.step()",
+    ):
         loss.backward()
 
 
@@ -95,7 +100,7 @@ def test_a_frozen_parameter_changed_before_backward() -> None:
     model.model.norm.weight.requires_grad_(False)
     loss = compiled()(model, **inputs)
     model.model.norm.weight.mul_(2)
-    with raises(errors.ParametersChanged, "model.model.norm.weight changed"):
+    with raises(errors.ParametersChanged, "model.model.norm.weight was changed"):
         loss.backward()
 
 
@@ -103,7 +108,7 @@ def test_tokens_overwritten_before_backward() -> None:
     model, inputs = model_and_inputs()
     loss = compiled()(model, **inputs)
     inputs["responses"].zero_()
-    with raises(errors.ParametersChanged, "responses changed", "inputs are overwritten"):
+    with raises(errors.ParametersChanged, "responses was changed"):
         loss.backward()
 
 
@@ -117,16 +122,9 @@ def test_backward_twice() -> None:
 
 def test_gradient_of_a_gradient() -> None:
     model, inputs = model_and_inputs()
-    gradients = torch.autograd.grad(compiled()(model, **inputs), list(model.parameters()), create_graph=True)
-    with raises(errors.DoubleBackward, "create_graph"):
-        sum(gradient.square().sum() for gradient in gradients).backward()
-
-
-def test_create_graph_alone_gives_the_gradient() -> None:
-    model, inputs = model_and_inputs()
-    expected = torch.autograd.grad(STEP.function(model, **inputs), model.lm_head.weight)[0]
-    (got,) = torch.autograd.grad(compiled()(model, **inputs), [model.lm_head.weight], create_graph=True)
-    torch.testing.assert_close(got.detach(), expected, rtol=1e-10, atol=1e-14)
+    loss = compiled()(model, **inputs)
+    with raises(errors.DoubleBackward, "gradient of a gradient", "create_graph=False"):
+        loss.backward(create_graph=True)
 
 
 # --- the model ---
