@@ -51,7 +51,7 @@ def test_verify_needs_a_loss() -> None:
 
 def test_numbers_are_checked_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     from longstraw.errors import NumbersDiffer
-    from longstraw.runtime.spans import Leaves
+    from longstraw.runtime.leaves import Leaves
 
     compiled = torch.compile(step, backend="longstraw", options={"check": "numbers"})
     compiled(Tiny(), *inputs(prompt=150)).backward()

@@ -7,7 +7,6 @@ autograd, sends the gradients of its results and of its state through it, and le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +16,11 @@ from longstraw.errors import UnsupportedMask
 from longstraw.runtime import attention
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.layouts import Place, put, sum_rows, take
+from longstraw.runtime.leaves import Leaves, Rows, Where
 from longstraw.runtime.state import Kept, Store, merged
 from longstraw.stages import Head, Runs, Segment, SegmentInputs, Site, Stateful
 
-Rows = tuple[int, ...]
 _CHECKED_KEYS = 2048
-
-
-@dataclass(frozen=True)
-class Where:
-    """A span: tokens `lo` to `hi` of `rows`, after the state in `path`.
-
-    Attributes:
-        rows: the rows that are run (one of them when they are shared).
-        targets: the rows that the results are for.
-        path: stores of the tokens before the span, outermost first.
-    """
-
-    rows: Rows
-    targets: Rows
-    lo: int
-    hi: int
-    path: tuple[Store, ...]
 
 
 class _Span:
@@ -370,85 +352,3 @@ class Runner:
         if len(where.rows) == len(where.targets):
             return part
         return sum_rows(part, place, len(where.targets), hi - lo)
-
-
-class Leaves:
-    """Where gradients of parameters and of differentiable inputs accumulate during replay and unwind.
-
-    Args:
-        values: parameters and differentiable token inputs, by node of the step.
-        wanted: which of them need a gradient.
-        dtype: parameter gradients accumulate in at least this dtype.
-        num_rows: rows of the step.
-    """
-
-    def __init__(
-        self, values: Mapping[fx.Node, Tensor], wanted: Sequence[fx.Node], *, dtype: torch.dtype, num_rows: int
-    ) -> None:
-        self._values, self._num_rows = values, num_rows
-        self._wanted = set(wanted)
-        self._sums: dict[fx.Node, Tensor] = {}
-        self._leaves: dict[fx.Node, Tensor] = {}
-        self._parts: list[tuple[fx.Node, Tensor, Place, Where, int, int]] = []
-        self._dtype = dtype
-
-    def parameter(self, node: fx.Node) -> Tensor:
-        """Return the leaf that stands for a parameter in the spans' graphs."""
-        value = self._values[node]
-        if node not in self._wanted:
-            return value.detach()
-        if node not in self._leaves:
-            leaf = value.detach().requires_grad_()
-            wide = torch.promote_types(value.dtype, self._dtype)
-            if wide != value.dtype:
-                self._sums[node] = torch.zeros_like(value, dtype=wide)
-                leaf.register_post_accumulate_grad_hook(self._drain(node))
-            self._leaves[node] = leaf
-        return self._leaves[node]
-
-    def _drain(self, node: fx.Node) -> Callable[[Tensor], None]:
-        total = self._sums[node]
-
-        def hook(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            total.add_(leaf.grad)
-            leaf.grad = None
-
-        return hook
-
-    def token_input(self, node: fx.Node, part: Tensor, place: Place, where: Where, lo: int, hi: int) -> Tensor:
-        """Return a part of a token input as a leaf when it needs a gradient."""
-        if node not in self._wanted:
-            return part
-        leaf = part.detach().requires_grad_()
-        self._parts.append((node, leaf, place, where, lo, hi))
-        return leaf
-
-    def collect(self, where: Where) -> None:
-        """Add the gradients of the span's token inputs to their sums."""
-        for node, leaf, place, at, lo, hi in self._parts:
-            if leaf.grad is None:
-                continue
-            if node not in self._sums:
-                value = self._values[node]
-                wide = torch.promote_types(value.dtype, self._dtype)
-                self._sums[node] = torch.zeros(value.shape, dtype=wide, device=value.device)
-            put(
-                self._sums[node],
-                leaf.grad,
-                place,
-                num_rows=self._num_rows,
-                rows=at.rows,
-                part_rows=len(at.rows),
-                lo=lo,
-                hi=hi,
-                add=True,
-            )
-        self._parts.clear()
-
-    def gradient(self, node: fx.Node) -> Tensor | None:
-        """Return the gradient of a parameter or input in its own dtype, or None when nothing reached it."""
-        if node in self._sums:
-            return self._sums[node].to(self._values[node].dtype)
-        leaf = self._leaves.get(node)
-        return None if leaf is None else leaf.grad
