@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
-from longstraw.errors import LongstrawError, ModelSplit, StaticTokens, UnsupportedOp, WideResult
+from longstraw.errors import MixesRows, MixesTokens, ModelSplit, StaticTokens, UnsupportedOp, WideResult
 from longstraw.options import Options
 from longstraw.passes.find_branches import find_branches, has_region
 from longstraw.passes.find_token_dim import find_token_dim
@@ -18,7 +18,7 @@ from longstraw.passes.lower import lower
 from longstraw.passes.normalise import normalise
 from longstraw.passes.partition import partition
 from longstraw.passes.split_at_backward import split_at_backward
-from longstraw.passes.trace import may_have_model, trace
+from longstraw.passes.trace import hidden_inputs, may_have_model, returns_hidden, trace
 from longstraw.render import render
 from longstraw.runtime.transaction import run_step
 from longstraw.selfcheck import checked_at_first_call
@@ -48,13 +48,20 @@ def longstraw(
     """
     chosen = Options.of(options)
     if not may_have_model(gm):
+        hidden = hidden_inputs(gm)
+        if hidden:
+            raise ModelSplit(
+                f"The model runs outside of the compiled graph: {hidden[0]} comes from code that Dynamo gave up on.",
+                remedy="Compile the step that calls the model, and keep what Dynamo can't trace out of the model. "
+                "torch.compile(step, fullgraph=True) and TORCH_LOGS=graph_breaks show the line.",
+            )
         compat.retrace_as_usual(gm)
         return inner(chosen)(gm, example_inputs)
     try:
         return compile_graph(gm, options=chosen)
-    except LongstrawError as error:
+    except (WideResult, MixesRows, MixesTokens, UnsupportedOp, StaticTokens) as error:
         broken = compat.graph_break(gm)
-        if broken is None or not isinstance(error, WideResult | UnsupportedOp | StaticTokens):
+        if broken is None or not returns_hidden(gm):
             raise
         raise ModelSplit(
             f"Dynamo broke the step inside the model, so only a piece of it can be seen: {broken[0]}. That piece "

@@ -6,7 +6,9 @@ Covered releases: 2.11 to 2.14. Each function has a test of its own, so that a r
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -24,6 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
+
+
+_LOGS = ("debug", "info", "info_once", "warning", "warning_advice", "warning_once", "error")
 
 
 class _Retrace(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
@@ -68,6 +73,10 @@ class _Tracing:
             # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
             self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
             self._symbolic = self._stack.enter_context(_symbolic_sizes())
+            # A log line in a model's forward would break its graph.
+            ignored = {function for name, function in vars(logging.Logger).items() if name in _LOGS}
+            ignored |= torch._dynamo.config.ignore_logging_functions
+            self._stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=ignored))
 
     def _stop(self) -> None:
         if self._stack is not None:
@@ -191,11 +200,15 @@ def depends_on_data(size: int | torch.SymInt) -> bool:
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Return the Python expression of the user's value that Dynamo lifted into this placeholder."""
+    """Return the expression, as a user writes it, of the value that Dynamo lifted into this placeholder."""
     argument = placeholder.meta.get("grapharg")
     source = getattr(argument, "source", None)
     name = getattr(source, "name", None)
-    return str(name() if callable(name) else name) if name is not None else placeholder.name
+    if name is None:
+        return placeholder.name
+    written = str(name() if callable(name) else name)
+    written = re.sub(r"^L\['(\w+)'\]", r"\1", written)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", written)
 
 
 def lookup_backend(name: str) -> Callable[..., Any]:

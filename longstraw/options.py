@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class Options:
         _one_of("check", self.check, ("off", "structure", "numbers"))
         for name in ("span_tokens", "replay_rows"):
             if getattr(self, name) != "auto":
-                _positive(name, getattr(self, name))
+                _positive(name, getattr(self, name), or_auto=True)
         _positive("page_tokens", self.page_tokens)
         if isinstance(self.grad_dtype, str):
             _one_of("grad_dtype", self.grad_dtype, tuple(_GRAD_DTYPES))
@@ -55,6 +55,8 @@ class Options:
             raise OptionsError(f"grad_dtype={self.grad_dtype!r} is not a floating point dtype.")
         if not isinstance(self.progress, bool):
             raise OptionsError(f"progress={self.progress!r}: expected True or False.")
+        if not isinstance(self.rules, Iterable) or not all(hasattr(rule, "target") for rule in self.rules):
+            raise OptionsError(f"rules={self.rules!r}: expected a tuple of longstraw.Rule.")
         object.__setattr__(self, "rules", tuple(self.rules))
 
     @classmethod
@@ -79,6 +81,6 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise OptionsError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
 
 
-def _positive(name: str, value: object) -> None:
+def _positive(name: str, value: object, *, or_auto: bool = False) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionsError(f"{name}={value!r}: expected a positive integer{' or auto' if '_' in name else ''}.")
+        raise OptionsError(f"{name}={value!r}: expected a positive integer{' or auto' if or_auto else ''}.")

@@ -462,7 +462,7 @@ _REDUCTIONS = (
     "_log_softmax _safe_softmax argmax argmin topk cumprod any all count_nonzero softmin roll flip"
 )
 _VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as"
-_CREATION = "zeros ones full empty arange new_zeros new_ones new_full new_empty rand randn eye scalar_tensor"
+_CREATION = "zeros ones full empty arange new_zeros new_ones new_full new_empty eye scalar_tensor"
 _SAME = "zeros_like ones_like full_like empty_like detach clone contiguous alias to _to_copy lift_fresh_copy type_as"
 _TRIANGLES = "tril triu"
 
@@ -496,9 +496,10 @@ def _table() -> dict[Any, LayoutRule]:
         ("cumsum", cumulative),
         ("_grouped_mm", moe.grouped_mm),
         ("view_as_complex view_as_real", complex_view),
-        ("where masked_fill clamp polar addcmul lerp bitwise_not", pointwise),
+        ("where masked_fill clamp polar addcmul lerp bitwise_not floor_divide", pointwise),
     ]
-    return {getattr(aten, name): rule for names, rule in groups for name in names.split() if hasattr(aten, name)}
+    table = {getattr(aten, name): rule for names, rule in groups for name in names.split() if hasattr(aten, name)}
+    return {**table, **moe.LIBRARY_RULES}
 
 
 RULES: dict[Any, LayoutRule] = _table()

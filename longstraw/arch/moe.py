@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.arch.rules import Reader, arguments, packet, tensors
+from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
 from longstraw.stages import Counts, Dim, Layout, Probe, Shuffled, has
 
 aten = torch.ops.aten
@@ -104,8 +104,10 @@ def _same_order_copies(r: Reader, node: fx.Node, index: fx.Node, dim: Dim) -> bo
         a = arguments(origin)
         return _counted_copies(r, a["self"], r.sizes.of_dim(dim)) is not None and _order(r, a["indices"][0]) is not None
     if packet(origin.target) in (aten.floor_divide, aten.div):
-        inner = origin.args[0]
-        return isinstance(inner, fx.Node) and _order(r, inner) is not None
+        inner, divisor = origin.args[:2]
+        total, size = r.shape(index)[0], r.sizes.of_dim(dim)
+        copies = {total[0] // size[0], total[1] // size[1]}  # of each token, one beside the other
+        return isinstance(inner, fx.Node) and _order(r, inner) is not None and copies == {divisor}
     return False
 
 
@@ -139,3 +141,7 @@ def grouped_mm(r: Reader, node: fx.Node) -> Layout:
     for operand in tensors((node.args[2:], node.kwargs)):
         r.operand(node, operand)
     return (*source[:-1], (r.shape(node)[-1],))
+
+
+LIBRARY_RULES: dict[Any, LayoutRule] = {"transformers::grouped_mm_fallback": grouped_mm}
+"""Rules of ops that libraries define, by their full name."""

@@ -107,6 +107,8 @@ def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dic
             )
         known = {x: "light" if x in pure else kinds[x] for x in node.all_input_nodes}
         kinds[node] = _kind(node, known, trains, sizes)
+        if kinds[node] == "light" and any(x in pure for x in node.all_input_nodes):
+            kinds[node] = "region"  # a narrow part of a wide value, such as half of a rotary embedding
         if kinds[node] == "region" and all(kind in ("light", "size") for kind in known.values()):
             pure.add(node)
     for node in reversed(list(graph.nodes)):

@@ -12,12 +12,13 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from longstraw import arch, ops
 from longstraw.arch import aten as aten_rules
-from longstraw.arch.rules import LayoutRule, Reader, packet
-from longstraw.errors import LongstrawError
+from longstraw.arch.rules import LayoutRule, Reader, op_name, packet
+from longstraw.errors import DropoutActive, LongstrawError, user_line
 from longstraw.stages import Branched, Located
 
 
@@ -59,11 +60,19 @@ def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
 def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kinds: Mapping[fx.Node, str]) -> Any:
     if node.target is operator.getitem:
         return aten_rules.getitem(reader, node)
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise DropoutActive(
+            f"{op_name(node)} draws random numbers inside the model: scoring and replay would draw different ones.",
+            where=user_line(node.meta.get("stack_trace")),
+            remedy="Draw them before the step and pass them in, or turn the noise off.",
+        )
     rule = table.get(node.target)
     if node.target is not ops.attention and any(kinds.get(x) == "block" for x in node.all_input_nodes):
         reader.unsupported(node, "it combines hidden values with a mask or bias over pairs of tokens outside attention")
     if rule is None:
         rule = aten_rules.pointwise if aten_rules.is_pointwise(node.target) else table.get(packet(node.target))
+    if rule is None and isinstance(node.target, torch._ops.OpOverload):
+        rule = table.get(node.target._schema.name)  # ops of libraries that may not be installed stand under their name
     if rule is None:
         reader.unsupported(node, "no rule says what it does along the token dim")
     return rule(reader, node)

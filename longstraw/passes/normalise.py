@@ -19,7 +19,7 @@ from torch import fx
 from longstraw.arch import attention as attention_rule
 from longstraw.arch.rules import arguments, op_name, packet, tensors
 from longstraw.compat import expression
-from longstraw.errors import UnsupportedOp, user_line
+from longstraw.errors import MixesRows, UnsupportedOp, user_line
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Normalised, Traced
 
@@ -30,6 +30,7 @@ _END = 2**62
 def normalise(traced: Traced) -> Normalised:
     """Return the step with one spelling per meaning."""
     module = copy_graph(traced.module)
+    _refuse_batch_statistics(module.graph)
     _make_functional(module.graph)
     _resolve_modes(module.graph)
     _drop_no_ops(module.graph)
@@ -40,6 +41,17 @@ def normalise(traced: Traced) -> Normalised:
     module.graph.lint()
     module.recompile()
     return Normalised(module, traced.inputs, traced.options)
+
+
+def _refuse_batch_statistics(graph: fx.Graph) -> None:
+    """Refuse batch norm in training mode here: updating its running statistics would be refused as an in-place op."""
+    for node in graph.nodes:
+        if packet(node.target) is aten.batch_norm and arguments(node)["training"]:
+            raise MixesRows(
+                "aten.batch_norm mixes rows: in training mode its statistics are taken over all rows and tokens.",
+                where=user_line(node.meta.get("stack_trace")),
+                remedy="Put it in eval mode, where it uses its running statistics.",
+            )
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:

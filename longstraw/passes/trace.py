@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from longstraw import compat
+from longstraw.errors import BadInput
 from longstraw.options import Options
 from longstraw.passes.custom_backward import check_custom_backwards, inline_forward
 from longstraw.stages import Input, Traced
@@ -28,6 +29,12 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
     check_custom_backwards(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fakes = compat.fake_inputs(gm)
+    for node, fake in zip(placeholders, fakes, strict=True):
+        if isinstance(fake, torch.Tensor) and 0 in [size for size in fake.shape if isinstance(size, int)]:
+            shape = tuple(compat.hint(size) for size in fake.shape)
+            raise BadInput(
+                f"{compat.source_name(node)} is empty: its shape is {shape}.", remedy="Give it at least one entry."
+            )
     module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(
@@ -63,6 +70,23 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
     return fx.GraphModule(module, graph)
+
+
+def returns_hidden(gm: fx.GraphModule) -> bool:
+    """Return whether values with a hidden dim leave a Dynamo graph: it is a piece of a model."""
+    output = next(iter(reversed(gm.graph.nodes)))
+    return any(_is_hidden(node.meta.get("example_value")) for node in output.all_input_nodes)
+
+
+def hidden_inputs(gm: fx.GraphModule) -> list[str]:
+    """Return the inputs of a Dynamo graph that a model computed in eager code."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    values = ((node, node.meta["example_value"]) for node in placeholders)
+    return [compat.source_name(node) for node, value in values if _is_hidden(value) and value.grad_fn is not None]
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2 and value.shape[-1] != 1
 
 
 _MODEL_OPS = {"linear", "embedding", "matmul", "bmm", "addmm", "mm", "scaled_dot_product_attention", "conv1d"}

@@ -21,6 +21,8 @@ from longstraw.runtime.state import Kept, Store, merged
 from longstraw.stages import Head, Runs, Segment, SegmentInputs, Site, Stateful
 
 _CHECKED_KEYS = 2048
+_BOUND_ROWS = 8
+"""Sets of rows whose masks are held at once: those on the way from the root to a leaf."""
 
 
 class _Span:
@@ -117,6 +119,8 @@ class Runner:
     def blocks(self, rows: Rows) -> list[Blocks]:
         """Return what each attention may see, for these rows."""
         if rows not in self._blocks:
+            while len(self._blocks) >= _BOUND_ROWS:
+                del self._blocks[next(iter(self._blocks))]
             programs = [
                 bind(program, [self._values[node] for node in program.inputs], list(rows), finite_floor_is_unseen=True)
                 for program in self.branch.masks

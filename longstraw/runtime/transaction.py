@@ -78,6 +78,10 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
         )
 
 
+def _memory(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
 class BranchRun:
     """One branch in one step: its prefix tree, its state, and the order in which spans run.
 
@@ -203,19 +207,22 @@ class BranchRun:
                 found.append((moved, (0, place.start)))
         return found
 
-    def versions(self) -> dict[str, int]:
-        """Return the version counter of every parameter and input that backward reads again, by the user's name."""
-        names = {i.name: i.source for i in self.sources}
+    def versions(self) -> dict[str, tuple[str, int]]:
+        """Return for everything that backward reads again the user's name of it and its version counter."""
+        sources = {i.name: i.source for i in self.sources}
+        names = {_memory(value): sources[node.name] for node, value in self.values.items() if node.name in sources}
         graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
         read = [
             node
             for graph in graphs
             for node in (*graph.inputs.parameters, *graph.inputs.values, *(t.node for t in graph.inputs.tokens))
         ]
+        read += [node for program in self.branch.masks for node in program.inputs]
+        # A computed value may be a view of an input, e.g. responses[..., None], and shares its counter then.
         return {
-            names[node.name]: self.values[node]._version
-            for node in read
-            if node.op == "placeholder" and isinstance(self.values[node], Tensor)
+            node.name: (names.get(_memory(value), node.name), value._version)
+            for node, value in ((node, self.values[node]) for node in read)
+            if isinstance(value, Tensor)
         }
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -384,7 +391,7 @@ class _Branch(torch.autograd.Function):
                 remedy="Call the step again, or add the losses before calling backward once.",
             )
         now = run.versions()
-        changed = [name for name, version in ctx.versions.items() if now[name] != version]
+        changed = [now[key][0] for key, before in ctx.versions.items() if now[key] != before]
         if changed:
             raise ParametersChanged(
                 f"{changed[0]} was changed in place between the step's forward and its backward"
