@@ -492,6 +492,7 @@ def _table() -> dict[Any, LayoutRule]:
         ("pad constant_pad_nd", padded),
         ("index", indexed),
         ("argsort sort", ordered),
+        ("index_put", moe.inverse_written),
         ("histc bincount", moe.histogram),
         ("cumsum", cumulative),
         ("_grouped_mm", moe.grouped_mm),

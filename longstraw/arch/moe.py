@@ -40,17 +40,46 @@ def dispatched(r: Reader, node: fx.Node, dim: Dim, index: fx.Node) -> Dim:
 def _order(r: Reader, index: fx.Node) -> str | None:
     """Return the name of the sort that an index comes from, or None."""
     origin = _skip_copies(index)
-    return origin.name if packet(origin.target) is aten.argsort or _is_sort_index(origin) else None
+    sorts = packet(origin.target) is aten.argsort or _is_sort_index(origin)
+    return origin.name if sorts or _written_order(origin) is not None else None
 
 
 def _inverse_of(index: fx.Node) -> str | None:
     """Return the name of the sort that this index undoes (`argsort(argsort(x))`), or None."""
     origin = _skip_copies(index)
+    written = _written_order(origin)
+    if written is not None:
+        return _order_name(written)
     if packet(origin.target) is aten.argsort:
         inner = _skip_copies(origin.args[0])  # type: ignore[arg-type]
         if packet(inner.target) is aten.argsort or _is_sort_index(inner):
             return inner.name
     return None
+
+
+def _order_name(index: fx.Node) -> str:
+    return _skip_copies(index).name
+
+
+def _written_order(node: fx.Node) -> fx.Node | None:
+    """Return `order` when a node is `inverse[order] = arange(n)`, else None."""
+    if packet(node.target) is not aten.index_put:
+        return None
+    a = arguments(node)
+    values = a["values"]
+    counts = isinstance(values, fx.Node) and packet(values.target) is aten.arange and not a["accumulate"]
+    return a["indices"][0] if counts and len(a["indices"]) == 1 else None
+
+
+def inverse_written(r: Reader, node: fx.Node) -> Layout:
+    """`inverse[order] = arange(n)`: the inverse of an order."""
+    order, source = _written_order(node), r.layouts.get(arguments(node)["self"])
+    if order is None or source is None or order not in r.layouts or _order(r, order) is None:
+        r.unsupported(node, "it writes to places that depend on data")
+    placed: Layout = r.layouts[order]
+    if len(placed) != 1 or _counted_copies(r, arguments(node)["values"], r.sizes.of_dim(placed[0])) != (1, 1):
+        r.unsupported(node, "it writes to places that depend on data")
+    return placed
 
 
 def _is_sort_index(node: fx.Node) -> bool:
