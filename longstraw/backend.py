@@ -9,7 +9,15 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
-from longstraw.errors import MixesRows, MixesTokens, ModelSplit, StaticTokens, UnsupportedOp, WideResult
+from longstraw.errors import (
+    LongstrawError,
+    MixesRows,
+    MixesTokens,
+    ModelSplit,
+    StaticTokens,
+    UnsupportedOp,
+    WideResult,
+)
 from longstraw.options import Options
 from longstraw.passes.find_branches import find_branches, has_region
 from longstraw.passes.find_token_dim import find_token_dim
@@ -44,9 +52,25 @@ def longstraw(
         mode: accepted for torch.compile's sake; there are no modes.
 
     Returns:
-        A function of the graph's inputs with the graph's outputs.
+        A function of the graph's inputs with the graph's outputs. For a step that is refused it raises the error when
+        it is called, before anything has run: Dynamo would wrap an error raised here in one of its own.
     """
-    chosen = Options.of(options)
+    return raised_when_called(lambda: _compile(gm, example_inputs, Options.of(options)))
+
+
+def raised_when_called(compile_: Callable[[], Compiled]) -> Compiled:
+    """Return what `compile_` returns, or a function that raises its refusal."""
+    try:
+        return compile_()
+    except LongstrawError as error:
+        return functools.partial(_refuse, error)
+
+
+def _refuse(error: LongstrawError, *_: Any) -> Any:
+    raise error.with_traceback(None)
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options) -> Compiled:
     if not may_have_model(gm):
         hidden = hidden_inputs(gm)
         if hidden:

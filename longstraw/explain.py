@@ -108,10 +108,13 @@ class Recorder:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not may_have_model(gm):
             return gm.forward if self.stop else backend.inner(self.options)(gm, example_inputs)
-        compiled = backend.compile_graph(gm, options=self.options, observe=self._observe)
-        if self.stop:
-            raise _Captured
-        return compiled
+        if not self.stop:
+            return backend.raised_when_called(lambda: self._compile(gm))
+        self._compile(gm)
+        raise _Captured
+
+    def _compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        return backend.compile_graph(gm, options=self.options, observe=self._observe)
 
     def _observe(self, name: str, record: Any) -> None:
         if name == STAGES[0]:

@@ -33,17 +33,12 @@ def test_explain_stage_computes_the_step(explanation: longstraw.Explanation) -> 
     model, values = Tiny(), inputs()
     record = explanation.records[0]["normalise"]
     known = dict(model.named_parameters())
-    arguments = []
-    for node, given in zip(record.module.graph.nodes, record.inputs, strict=False):
-        name = next((n for n in known if n.split(".")[0] in given.source and n.split(".")[-1] in given.source), None)
-        places = {"prompt": values[0], "responses": values[1], "weights": values[2]}
-        local = next((v for k, v in places.items() if f"'{k}'" in given.source), None)
-        if name is not None:
-            arguments.append(known[name])
-        elif isinstance(node.meta["val"], torch.SymInt):
-            arguments.append(int(node.meta["val"].node.hint))
-        else:
-            arguments.append(local)
+    places = {f"model.{name}": p for name, p in known.items()}
+    places |= {"prompt": values[0], "responses": values[1], "weights": values[2]}
+    arguments = [
+        int(node.meta["val"].node.hint) if isinstance(node.meta["val"], torch.SymInt) else places[given.source]
+        for node, given in zip(record.module.graph.nodes, record.inputs, strict=False)
+    ]
     namespace: dict[str, object] = {}
     exec(explanation.stage("normalise"), namespace)
     (loss,) = namespace["step"](*arguments)

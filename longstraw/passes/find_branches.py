@@ -139,6 +139,8 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if node.op == "get_attr":
         return "light"
     operands = {kinds[x] for x in node.all_input_nodes} - {"size"}
+    if node.target is ops.attention:
+        return "region"  # also where all weights so far are frozen
     if "region" in operands:
         return "region"
     if "invariant" in operands:

@@ -225,10 +225,37 @@ def _resolve_modes(graph: fx.Graph) -> None:
 # --- no-ops -----------------------------------------------------------------------------------------------------------
 
 
+_ALIASED_OPS = {
+    getattr(aten, alias): getattr(aten, name)
+    for alias, name in (
+        ("multiply", "mul"),
+        ("subtract", "sub"),
+        ("divide", "div"),
+        ("true_divide", "div"),
+        ("negative", "neg"),
+        ("absolute", "abs"),
+        ("greater", "gt"),
+        ("greater_equal", "ge"),
+        ("less", "lt"),
+        ("less_equal", "le"),
+        ("not_equal", "ne"),
+        ("concat", "cat"),
+        ("concatenate", "cat"),
+        ("swapaxes", "transpose"),
+        ("swapdims", "transpose"),
+        ("special_expit", "sigmoid"),
+        ("clip", "clamp"),
+    )
+}
+
+
 def _drop_no_ops(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        canonical = _ALIASED_OPS.get(packet(node.target))
+        if canonical is not None and hasattr(canonical, node.target._overloadname):
+            node.target = getattr(canonical, node.target._overloadname)
         source = _unchanged(node)
         if source is not None:
             node.replace_all_uses_with(source)

@@ -25,7 +25,8 @@ def store(*runs: tuple[int, int], start: int = 0, stop: int = 10) -> Store:
 
 def values(lo: int, hi: int) -> list[torch.Tensor]:
     return [
-        torch.arange(lo, hi, dtype=torch.float32).reshape(1, 1, -1, 1).expand(1, s.heads, hi - lo, s.width) for s in SLOTS
+        torch.arange(lo, hi, dtype=torch.float32).reshape(1, 1, -1, 1).expand(1, s.heads, hi - lo, s.width)
+        for s in SLOTS
     ]
 
 
