@@ -23,9 +23,10 @@ class Options:
             response-only scheme): cheaper, and another gradient.
         span_tokens: tokens of a row executed at once in capture, replay and unwind, or "auto".
         replay_rows: responses replayed together, or "auto".
-        page_tokens: tokens on a page of state; a shared prefix shorter than a page isn't split off.
+        page_tokens: a prefix that only some rows share is captured once when it has at least this many tokens.
         grad_dtype: accumulation dtype of state and parameter gradients (never narrower than the tensor's own).
-        inner_backend: what runs graphs without a model region: "eager", "inductor", or any torch.compile backend.
+        inner_backend: what runs graphs without a model, and the segment graphs between their attentions: "eager",
+            "inductor", or any torch.compile backend.
         rules: further architecture rules, tried before the built-in ones.
         progress: show a bar over spans (needs tqdm).
         check: "off", "structure" (invariants after every pass), or "numbers" (also compare with eager at first call).

@@ -213,7 +213,7 @@ class Normalised:
 
 @dataclass(frozen=True)
 class Branched:
-    """find_branches: which nodes belong to which pass over the tokens (None: not part of any)."""
+    """find_branches: the kind of every node, and the hidden values of each pass over the tokens."""
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]
@@ -312,7 +312,6 @@ class Segment:
         frontier: nodes of the step at which the heads start.
         heads: one graph for each window of results.
         results: nodes of the step that leave the branch.
-        grad: whether any of its results needs a gradient.
     """
 
     body: Carved

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from longstraw.errors import LongstrawError
 from tests.equality import assert_equal, compare
@@ -214,9 +213,8 @@ def test_a_router_loss_over_all_tokens_is_exact_or_refused() -> None:
     model = zoo.build("mixtral")
     try:
         comparison = compare(Step(step), model, GRPO.inputs(model), options=OPTIONS)
-    except (LongstrawError, BackendCompilerFailed) as error:
-        refused = getattr(error, "inner_exception", error)
-        assert isinstance(refused, LongstrawError) and "modeling_mixtral.py" in str(refused)
+    except LongstrawError as refused:
+        assert "modeling_mixtral.py" in str(refused)
     else:
         assert_equal(comparison)
 

@@ -1,4 +1,4 @@
-"""Architecture rules: what ops do along the token dim, and what state mixing ops need. Each file ends in a table."""
+"""Architecture rules: what ops do along the token dim, how attention and its masks are recognised."""
 
 from __future__ import annotations
 
