@@ -183,7 +183,7 @@ def softmax_over_tokens(hidden: Tensor) -> Tensor:
     ],
 )
 def test_an_op_that_mixes_tokens(between: Callable, op: str, line: str) -> None:
-    with raises(errors.MixesTokens, op, THIS_FILE, f"in {between.__name__}", line, "Options(rules=...)"):
+    with raises(errors.MixesTokens, op, THIS_FILE, f"in {between.__name__}", line, "Options(rules="):
         run(between)
 
 
