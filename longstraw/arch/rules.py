@@ -189,8 +189,8 @@ class Reader:
         raise MixesTokens(
             f"{op_name(node)} mixes tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
-            remedy="Attention is the one op across tokens whose state is known: keep this computation out of the compiled "
-            "step. If the op does keep tokens apart, say so with Options(rules=(Rule(op, layout),)).",
+            remedy="Attention is the one op across tokens whose state is known: keep this computation out of the "
+            "compiled step. If the op does keep tokens apart, say so with Options(rules=(Rule(op, layout),)).",
         )
 
     def mixes_rows(self, node: fx.Node, what: str) -> NoReturn:

@@ -191,7 +191,11 @@ class BranchRun:
             for node in program.inputs:
                 if isinstance(node.meta.get("val"), Tensor):
                     located = sizes.locate_shape(sizes.shape(node.meta["val"]))
-                    layouts.append((node, located if located is not None else ((sizes.rows,),)))
+                    value = self.values[node]
+                    if located is not None:
+                        layouts.append((node, located))
+                    elif value.shape[0] == self.numbers.rows:  # tokens unknown: rows are equal as a whole or not at all
+                        found.append((value.reshape(self.numbers.rows, -1), (0,)))
         for node, layout in layouts:
             place = self.place(layout)
             key = (node, place)
