@@ -121,8 +121,10 @@ class Runner:
         if rows not in self._blocks:
             while len(self._blocks) >= _BOUND_ROWS:
                 del self._blocks[next(iter(self._blocks))]
+            neighbours = list(rows) == list(range(rows[0], rows[-1] + 1))  # read in place, not copied
+            chosen = slice(rows[0], rows[-1] + 1) if neighbours else list(rows)
             programs = [
-                bind(program, [self._values[node] for node in program.inputs], list(rows), finite_floor_is_unseen=True)
+                bind(program, [self._values[node] for node in program.inputs], chosen, finite_floor_is_unseen=True)
                 for program in self.branch.masks
             ]
             table: list[Blocks] = []

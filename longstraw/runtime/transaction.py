@@ -33,8 +33,8 @@ from longstraw.runtime.spans import Runner
 from longstraw.runtime.state import Store
 from longstraw.stages import Located, Lowered, Runs, Stateful, TokenInput
 
-_TILE_BYTES = 32 << 20
-_SPAN_BYTES = 128 << 20
+_TILE_BYTES = 16 << 20
+_SPAN_BYTES = 256 << 20
 
 
 def run_step(program: Lowered, *inputs: Any) -> Any:
@@ -122,7 +122,8 @@ class BranchRun:
     def _batch(self, tokens: int) -> int:
         if self.options.replay_rows != "auto":
             return self.options.replay_rows
-        return max(1, self.span_tokens // max(1, tokens))
+        # An eighth of a span: replay runs heads besides, and must not need more than a span of the prompt in unwind.
+        return max(1, self.span_tokens // (8 * max(1, tokens)))
 
     def _differentiable(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
