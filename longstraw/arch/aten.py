@@ -429,11 +429,6 @@ def ordered(r: Reader, node: fx.Node) -> Any:
     return moe.ordered_tokens(r, node, source) if has(dim, Tokens) or has(dim, Rows) else reduced(r, node)
 
 
-def cumulative(r: Reader, node: fx.Node) -> Layout:
-    """Running sums: along a plain dim, or over a histogram."""
-    return reduced(r, node)
-
-
 def attention(r: Reader, node: fx.Node) -> Layout:
     """The mixing op: queries, keys and values `[rows, heads, tokens, width]`, all over the same tokens."""
     query, key, value = (r.operand(node, x) for x in node.args[:3])  # type: ignore[arg-type]
@@ -494,7 +489,7 @@ def _table() -> dict[Any, LayoutRule]:
         ("argsort sort", ordered),
         ("index_put", moe.inverse_written),
         ("histc bincount", moe.histogram),
-        ("cumsum", cumulative),
+        ("cumsum", reduced),
         ("_grouped_mm", moe.grouped_mm),
         ("view_as_complex view_as_real", complex_view),
         ("where masked_fill clamp polar addcmul lerp bitwise_not floor_divide", pointwise),
