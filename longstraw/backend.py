@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
+from longstraw.arch.functions import opaque_functions
 from longstraw.errors import (
     LongstrawError,
     MixesRows,
@@ -155,4 +156,4 @@ def inner(options: Options) -> Compiled:
     )
 
 
-compat.trace_backward_inside(longstraw)
+compat.trace_backward_inside(longstraw, opaque_functions)

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import sympy
@@ -18,8 +18,11 @@ import torch
 import torch._dynamo
 import torch.fx.experimental._config as fx_config
 from torch import fx
+from torch._dynamo import trace_rules
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.variables import PolyfilledFunctionVariable
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_structured
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -68,8 +71,10 @@ class _Tracing:
             callback_handler.run_end_callbacks = run_end  # type: ignore[method-assign]
 
     def _start(self) -> None:
-        if getattr(_backend_being_compiled_for(), "traces_backward", False):
+        backend = _backend_being_compiled_for()
+        if getattr(backend, "traces_backward", False):
             self._stack = contextlib.ExitStack()
+            self._stack.enter_context(_substituted(backend.opaque_functions()))  # type: ignore[union-attr]
             # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
             self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
             self._symbolic = self._stack.enter_context(_symbolic_sizes())
@@ -90,6 +95,33 @@ class _Tracing:
         self._symbolic.close()
         self._symbolic = None
         return True
+
+
+@contextlib.contextmanager
+def _substituted(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Let Dynamo trace other functions in place of these, and forget it afterwards."""
+    if not functions:
+        yield
+        return
+    tables: tuple[Any, ...] = (
+        VariableBuilder._id_dispatch(),
+        trace_rules._polyfilled_function_ids(),
+        trace_rules.get_torch_obj_rule_map(),
+        PolyfilledFunctionVariable._get_polyfill_handlers(),
+    )
+    before = [set(table) for table in tables]
+    try:
+        # Dynamo keeps what it is given here by identity: the wrappers must live as long.
+        wrappers = [
+            torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traceable)
+            for function, traceable in functions.items()
+        ]
+        yield
+        del wrappers
+    finally:
+        for table, known in zip(tables, before, strict=True):
+            for key in set(table) - known:
+                table.remove(key) if isinstance(table, set) else table.pop(key)
 
 
 @contextlib.contextmanager
@@ -128,9 +160,17 @@ def _backend_being_compiled_for() -> Callable[..., Any] | None:
     return found
 
 
-def trace_backward_inside(backend: Backend) -> Backend:
-    """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it."""
+def trace_backward_inside(
+    backend: Backend, opaque_functions: Callable[[], Mapping[Callable[..., Any], Callable[..., Any]]]
+) -> Backend:
+    """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it.
+
+    Args:
+        backend: the backend.
+        opaque_functions: `() -> functions that are traced as another, and that other`.
+    """
     backend.traces_backward = True  # type: ignore[attr-defined]
+    backend.opaque_functions = opaque_functions  # type: ignore[attr-defined]
     _tracing.install()
     return backend
 

@@ -23,6 +23,8 @@ class Options:
             response-only scheme): cheaper, and another gradient.
         span_tokens: tokens of a row executed at once in capture, replay and unwind, or "auto".
         replay_rows: responses replayed together, or "auto".
+        boundary_every: unwind starts again at every how many-th span of the prompt from saved boundary states (those of
+            recurrences and convolutions) and computes the ones between anew, or "auto": 1 until they take 256 MiB.
         page_tokens: a prefix that only some rows share is captured once when it has at least this many tokens.
         grad_dtype: accumulation dtype of state and parameter gradients (never narrower than the tensor's own).
         inner_backend: what runs graphs without a model, and the segment graphs between their attentions: "eager",
@@ -35,6 +37,7 @@ class Options:
     prompt_grad: Literal["exact", "none"] = "exact"
     span_tokens: int | Literal["auto"] = "auto"
     replay_rows: int | Literal["auto"] = "auto"
+    boundary_every: int | Literal["auto"] = "auto"
     page_tokens: int = 64
     grad_dtype: torch.dtype = torch.float32
     inner_backend: str | Any = "eager"
@@ -45,7 +48,7 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("prompt_grad", self.prompt_grad, ("exact", "none"))
         _one_of("check", self.check, ("off", "structure", "numbers"))
-        for name in ("span_tokens", "replay_rows"):
+        for name in ("span_tokens", "replay_rows", "boundary_every"):
             if getattr(self, name) != "auto":
                 _positive(name, getattr(self, name), or_auto=True)
         _positive("page_tokens", self.page_tokens)

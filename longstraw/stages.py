@@ -11,6 +11,7 @@ arithmetic, no symbolic simplification.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import sympy
 import torch
 from torch import fx
 
+from longstraw import ops
 from longstraw.blocks import BlockProgram
 from longstraw.compat import expression
 from longstraw.errors import UnsupportedOp
@@ -224,10 +226,30 @@ class Branched:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """What a mixing op with boundary state does on a span.
+
+    Attributes:
+        step: `(*arguments, state) -> (output, state after)`.
+        arguments: `node -> arguments` of the step, of this op in any graph that it is copied to.
+        shape: sizes of the state for one row.
+        dtype: of the state.
+        pair: whether the op itself returns an output and a state, too.
+    """
+
+    step: Callable[..., Any]
+    arguments: Callable[[fx.Node], tuple[Any, ...]]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pair: bool
+
+
+@dataclass(frozen=True)
 class Located:
     """find_token_dim: the layout of every node of the model region.
 
     Attributes:
+        carries: mixing op with boundary state -> what it carries.
         layouts: node of the region or tail -> its layout (a tuple of layouts for ops with several outputs).
         demands: (node, operand) -> the layout in which the op reads that light operand.
         local: light nodes that count a span's entries (`arange` used as an index), computed anew in the segment.
@@ -242,6 +264,11 @@ class Located:
     layouts: Mapping[fx.Node, Any]
     demands: Mapping[tuple[fx.Node, fx.Node], Layout]
     local: frozenset[fx.Node]
+    carries: Mapping[fx.Node, Carried]
+
+    def mixes(self, node: fx.Node) -> bool:
+        """Return whether a node reads other tokens."""
+        return node.target is ops.attention or node in self.carries
 
 
 @dataclass(frozen=True)
@@ -350,6 +377,32 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Carry:
+    """One boundary state: numbers of a fixed size that a recurrence or a convolution carries from span to span.
+
+    Attributes:
+        kind: the op that carries it.
+        shape: sizes for one row.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    line: str
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it has for a row."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes for a row."""
+        return self.numbers * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class Site:
     """One attention of the segment.
 
@@ -375,9 +428,10 @@ class Stateful:
     """insert_state: one branch, ready to run span by span.
 
     Attributes:
-        capture: `(span, rows, tokens, ...) -> slots`: what later tokens need.
+        capture: `(span, rows, tokens, ..., *boundary states before) -> (*slots, *boundary states after)`: what later
+            tokens need.
         score: `-> frontier`: what the results need.
-        relay: `-> (*slots, *frontier)`.
+        relay: `-> (*slots, *boundary states after, *frontier)`.
         masks: block programs.
         finite: for each of them, whether unseen keys have a finite score: a query that sees no key then attends to all
             of them, later ones too.
@@ -388,6 +442,7 @@ class Stateful:
     score: fx.GraphModule
     relay: fx.GraphModule
     slots: tuple[Slot, ...]
+    carries: tuple[Carry, ...]
     sites: tuple[Site, ...]
     masks: tuple[BlockProgram, ...]
     finite: tuple[bool, ...]

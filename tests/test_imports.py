@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "longstraw"
-FOUNDATION = {"errors", "options", "compat", "blocks", "ops", "stages"}
+FOUNDATION = {"errors", "options", "compat", "blocks", "ops", "scans", "stages"}
 ALLOWED = {
     "errors": set(),
     "compat": {"errors"},
     "options": {"errors"},
     "blocks": {"errors"},
     "ops": {"errors", "options"},
+    "scans": {"errors", "options"},
     "stages": {"errors", "options", "compat", "blocks", "ops"},
     "arch": FOUNDATION,
     "passes": FOUNDATION | {"arch"},

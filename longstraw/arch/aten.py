@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.arch import moe
+from longstraw.arch import moe, scans
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
 from longstraw.compat import expression, hint
 from longstraw.stages import Dim, Layout, Probe, Rows, Tokens, has
@@ -251,6 +251,14 @@ def reduced(r: Reader, node: fx.Node) -> Any:
     return tuple(layouts) if isinstance(values, (tuple, list)) else layouts[0]
 
 
+def accumulated(r: Reader, node: fx.Node) -> Any:
+    """A running sum: along tokens it carries the sum so far."""
+    a = arguments(node)
+    source = r.operand(node, a["self"])
+    d = a["dim"] % len(source)
+    return scans.summed(r, node, source, d) if has(source[d], Tokens) else reduced(r, node)
+
+
 def normalised(r: Reader, node: fx.Node) -> Layout:
     """Layer and RMS norms over the last dims."""
     a = arguments(node)
@@ -392,6 +400,9 @@ def padded(r: Reader, node: fx.Node) -> Layout:
     """Constant padding of plain dims."""
     a = arguments(node)
     source = r.operand(node, a["self"])
+    along_tokens = scans.padded_tokens(r, node, source)
+    if along_tokens is not None:
+        return along_tokens
     shape = r.shape(node)
     amounts = a["pad"]  # last dim first; a shift pads one side and cuts the other, and keeps the size
     for i, dim in enumerate(reversed(source)):
@@ -489,13 +500,13 @@ def _table() -> dict[Any, LayoutRule]:
         ("argsort sort", ordered),
         ("index_put", moe.inverse_written),
         ("histc bincount", moe.histogram),
-        ("cumsum", reduced),
+        ("cumsum", accumulated),
         ("_grouped_mm", moe.grouped_mm),
         ("view_as_complex view_as_real", complex_view),
         ("where masked_fill clamp polar addcmul lerp bitwise_not floor_divide", pointwise),
     ]
     table = {getattr(aten, name): rule for names, rule in groups for name in names.split() if hasattr(aten, name)}
-    return {**table, **moe.LIBRARY_RULES}
+    return {**table, **moe.LIBRARY_RULES, **scans.RULES}
 
 
 RULES: dict[Any, LayoutRule] = _table()

@@ -22,6 +22,7 @@ from torch import fx
 
 from longstraw import compat, ops
 from longstraw.arch.rules import arguments, op_name, packet, tensors
+from longstraw.arch.scans import may_mix
 from longstraw.compat import expression
 from longstraw.errors import StaticTokens, UnsupportedOp, user_line
 from longstraw.stages import Branched, Input, Normalised, Sizes
@@ -58,6 +59,10 @@ def _entries(graph: fx.Graph) -> Any:
             shape = arguments(node)["indices"].meta["val"].shape
             if len(shape) == 2:
                 yield node, shape[0], shape[1]
+
+
+def _mixes(node: fx.Node) -> bool:
+    return node.target is ops.attention or may_mix(node)
 
 
 def _find_sizes(graph: fx.Graph) -> Sizes:
@@ -139,7 +144,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if node.op == "get_attr":
         return "light"
     operands = {kinds[x] for x in node.all_input_nodes} - {"size"}
-    if node.target is ops.attention:
+    if _mixes(node):
         return "region"  # also where all weights so far are frozen
     if "region" in operands:
         return "region"
@@ -173,7 +178,7 @@ def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes
             if at not in before and kinds[at] in ("region", "given"):
                 before.add(at)
                 stack.extend(at.all_input_nodes)
-        if not any(x.target is ops.attention for x in before):
+        if not any(_mixes(x) for x in before):
             kinds.update(dict.fromkeys(before, "given"))
 
 
@@ -197,7 +202,7 @@ def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
             continue
         after = any(user in leads_on for user in node.users)
         values = _values(node)
-        wide = any(_is_wide(value) for value in values) or node.target is ops.attention
+        wide = any(_is_wide(value) for value in values) or _mixes(node)
         if after or wide:
             leads_on.add(node)
         else:

@@ -8,6 +8,7 @@ keys and values before repetition. Values that several attentions share are one 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from longstraw.blocks import BlockProgram
 from longstraw.errors import UnsupportedMask, user_line
 from longstraw.passes.find_branches import width
 from longstraw.passes.modes import restore_autocast
-from longstraw.stages import Carved, Located, Partitioned, Segment, Site, Slot, Stateful, WithState
+from longstraw.stages import Carried, Carry, Carved, Located, Partitioned, Segment, Site, Slot, Stateful, WithState
 
 aten = torch.ops.aten
 _REARRANGES = (
@@ -44,8 +45,12 @@ def insert_state(step: Partitioned) -> WithState:
 
 def _stateful(step: Located, segment: Segment) -> Stateful:
     builder = _Builder(step, segment.body)
-    for node in [n for n in builder.graph.nodes if n.target is ops.attention]:
-        builder.replace(node)
+    for node in list(builder.graph.nodes):
+        carried = step.carries.get(node.meta.get("origin"))
+        if node.target is ops.attention:
+            builder.replace(node)
+        elif carried is not None:
+            builder.carry(node, carried)
     return builder.finish(segment)
 
 
@@ -70,6 +75,8 @@ class _Builder:
         self.rows, self.tokens = (n for n in self.graph.nodes if n.op == "placeholder" and n.name in ("rows", "tokens"))
         self.slots: dict[fx.Node, Slot] = {}
         self.sites: list[Site] = []
+        self.carries: list[Carry] = []
+        self.after: list[fx.Node] = []
         self.programs: dict[fx.Node, BlockProgram] = {}
 
     def replace(self, node: fx.Node) -> None:
@@ -88,10 +95,44 @@ class _Builder:
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
-        self.frontier = tuple(new if n is node else n for n in self.frontier)
+        self._replaced(node, new)
         self.graph.erase_node(node)
         if isinstance(score, fx.Node) and not score.users:
             self.graph.erase_node(score)
+
+    def carry(self, node: fx.Node, carried: Carried) -> None:
+        """Give a mixing op the boundary state before the span; keep the one after it."""
+        line = user_line(node.meta.get("stack_trace"))
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            before = self.graph.placeholder(f"before_{len(self.carries)}")
+        before.meta = {"layout": None}
+        with self.graph.inserting_before(node):
+            both = self.graph.call_function(carried.step, (*carried.arguments(node), before))
+            out = self.graph.call_function(operator.getitem, (both, 0))
+            after = self.graph.call_function(operator.getitem, (both, 1))
+        value = node.meta["val"][0] if carried.pair else node.meta["val"]
+        layout = node.meta["layout"][0] if carried.pair else node.meta["layout"]
+        keep = {k: node.meta[k] for k in ("stack_trace", "autocast") if k in node.meta}
+        both.meta, after.meta = {**keep, "layout": None}, {**keep, "layout": None}
+        out.meta = {**node.meta, "val": value, "layout": layout}
+        for user in list(node.users):
+            if not carried.pair:
+                user.replace_input_with(node, out)
+            elif user.args[1] == 0:
+                user.replace_all_uses_with(out)
+                self._replaced(user, out)
+                self.graph.erase_node(user)
+        self._replaced(node, out)
+        for user in list(node.users):
+            self.graph.erase_node(user)
+        self.graph.erase_node(node)
+        name = getattr(carried.step, "__name__", str(carried.step))
+        self.carries.append(Carry(before.name, name, carried.shape, carried.dtype, line))
+        self.after.append(after)
+
+    def _replaced(self, node: fx.Node, new: fx.Node) -> None:
+        self.frontier = tuple(new if n is node else n for n in self.frontier)
 
     def _program(self, mask: fx.Node, line: str) -> int:
         if mask not in self.programs:
@@ -166,13 +207,15 @@ class _Builder:
         """Return the three graphs and the tables."""
         for placeholder in self.mask_of:
             self.graph.erase_node(placeholder)
-        capture = self._graph(tuple(self.slots))
+        state = (*self.slots, *self.after)
+        capture = self._graph(state)
         return Stateful(
             segment,
             capture,
             self._graph(self.frontier),
-            self._graph((*self.slots, *self.frontier)),
+            self._graph((*state, *self.frontier)),
             tuple(self.slots.values()),
+            tuple(self.carries),
             tuple(self.sites),
             tuple(self.programs.values()),
             tuple(mask.meta.get("finite", mask.meta["val"].is_floating_point()) for mask in self.programs),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from longstraw import compat, ops
+from longstraw import compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import WideResult, user_line
 from longstraw.passes.carve import carve
@@ -99,7 +99,7 @@ def _elements(node: fx.Node) -> int:
 
 
 def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, ...]) -> Segment:
-    body = _body(branch)
+    body = _body(step, branch)
     frontier = _find_frontier(step, branch, body, results)
     heads, stops = [], list(frontier)
     groups: dict[Any, list[int]] = {}
@@ -116,10 +116,10 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
     return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results)
 
 
-def _body(branch: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return everything that attention depends on; without attention, where hidden values begin."""
+def _body(step: Located, branch: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return everything that mixing ops depend on; without any, where hidden values begin."""
     members = set(branch)
-    stack = [node for node in branch if node.target is ops.attention]
+    stack = [node for node in branch if step.mixes(node)]
     if not stack:
         return {n for n in branch if not any(x in members for x in n.all_input_nodes)}
     body: set[fx.Node] = set()

@@ -78,13 +78,15 @@ def attend(
     score_inputs: tuple[Tensor, ...] = (),
     sink: Tensor | None = None,
     key_tile: int = KEY_TILE,
+    plans: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Softmax attention of the span over `earlier` and itself: [rows, heads, C, value_width] in query's dtype.
 
     query [rows, heads, C, key_width], key [rows, key_heads, C, key_width] and value [rows, value_heads, C, value_width]
     are the span's own, tokens start..start+C. Query head h uses key head h // (heads // key_heads), likewise value.
     `blocks` is applied after `score`. `sink` [heads] is the logit of a further key whose value is zero.
-    A query that sees no key has output 0 and passes no gradient.
+    A query that sees no key has output 0 and passes no gradient. `plans` remembers how queries and keys were cut, for
+    calls with the same `blocks` object: layers of one kind cut alike.
     """
     rows, heads, tokens, width = query.shape
     assert key.shape[:1] == value.shape[:1] == (rows,) and key.shape[2] == value.shape[2] == tokens
@@ -94,7 +96,7 @@ def attend(
         assert part.key.shape[0] == part.value.shape[0] and part.key.shape[0] in (1, rows)
         assert part.key.shape[1] == key.shape[1] and part.value.shape[1] == value.shape[1]
         assert part.key.shape[2] == part.value.shape[2]
-    call = _Call(start, tuple(earlier), blocks, scale, score, key_tile)
+    call = _Call(start, tuple(earlier), blocks, scale, score, key_tile, {} if plans is None else plans)
     out: Tensor = _Attend.apply(query, key, value, sink, call, *score_inputs)  # type: ignore[no-untyped-call]
     return out
 
@@ -106,6 +108,7 @@ class _Call(NamedTuple):
     scale: float
     score: ScoreFunction | None
     key_tile: int
+    plans: dict[Any, Any]
 
 
 class _Part(NamedTuple):
@@ -123,7 +126,17 @@ class _QueryTile(NamedTuple):
     parts: tuple[_Part, ...]
 
 
-def _plan(call: _Call, tokens: int, *, builds_scores: bool) -> Iterator[_QueryTile]:
+def _plan(call: _Call, tokens: int, *, builds_scores: bool) -> tuple[_QueryTile, ...]:
+    """Return how the span's queries and the keys they see are cut, remembered for the next layer."""
+    sources = tuple((part.start, part.key.shape[2]) for part in call.earlier)
+    key = (id(call.blocks), call.start, tokens, sources, builds_scores, call.key_tile)
+    if key not in call.plans:
+        call.plans[key] = tuple(_cut(call, tokens, builds_scores=builds_scores))
+    found: tuple[_QueryTile, ...] = call.plans[key]
+    return found
+
+
+def _cut(call: _Call, tokens: int, *, builds_scores: bool) -> Iterator[_QueryTile]:
     """Cut the span's queries into tiles, and the keys that each tile sees into parts."""
     start, end = call.start, call.start + tokens
     sources = [(i, part.start, part.start + part.key.shape[2]) for i, part in enumerate(call.earlier)]
@@ -277,7 +290,7 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         span = _Span(call, query, key, value, tuple(_widened(x) for x in score_inputs))
         rows, heads, tokens, _ = query.shape
-        plan = tuple(_plan(call, tokens, builds_scores=span.kernel().builds_scores))
+        plan = _plan(call, tokens, builds_scores=span.kernel().builds_scores)
         wide = accumulate_dtype(query.dtype)
         out = torch.zeros(rows, heads, tokens, value.shape[-1], dtype=wide, device=query.device)
         lse = torch.full((rows, heads, tokens), -torch.inf, dtype=wide, device=query.device)

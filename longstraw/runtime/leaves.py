@@ -8,10 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put
 from longstraw.runtime.state import Store
 
 Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A leaf that stands for a part of a token input in one span's graph."""
+
+    node: fx.Node
+    leaf: Tensor
+    place: Place
+    rows: Rows
+    lo: int
+    hi: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,23 @@ class Where:
     lo: int
     hi: int
     path: tuple[Store, ...]
+
+    @property
+    def boundary(self) -> States:
+        """The boundary states before the span, `[1 or rows, ...]` each."""
+        return self.path[-1].boundaries.at(self.lo)
+
+    @property
+    def boundary_owner(self) -> Store | None:
+        """The store that collects the gradients of those states; None when nothing wants them."""
+        first = self.lo == self.path[-1].start
+        owner = self.path[-1] if not first else self.path[-2] if len(self.path) > 1 else None
+        return owner if owner is not None and owner.tracks_gradients else None
+
+    def boundary_leaves(self) -> States:
+        """Return the boundary states before the span as leaves of its autograd graph."""
+        wanted = self.boundary_owner is not None
+        return tuple(state.detach().requires_grad_(wanted) for state in self.boundary)
 
 
 class Leaves:
@@ -48,7 +78,6 @@ class Leaves:
         self._wanted = set(wanted)
         self._sums: dict[fx.Node, Tensor] = {}
         self._leaves: dict[fx.Node, Tensor] = {}
-        self._parts: list[tuple[fx.Node, Tensor, Place, Where, int, int]] = []
         self._dtype = dtype
 
     def parameter(self, node: fx.Node) -> Tensor:
@@ -75,35 +104,33 @@ class Leaves:
 
         return hook
 
-    def token_input(self, node: fx.Node, part: Tensor, place: Place, where: Where, lo: int, hi: int) -> Tensor:
-        """Return a part of a token input as a leaf when it needs a gradient."""
+    def token_input(self, node: fx.Node, part: Tensor, place: Place, where: Where, lo: int, hi: int) -> Part | None:
+        """Return a part of a token input as a leaf, or None when it needs no gradient."""
         if node not in self._wanted:
-            return part
-        leaf = part.detach().requires_grad_()
-        self._parts.append((node, leaf, place, where, lo, hi))
-        return leaf
+            return None
+        return Part(node, part.detach().requires_grad_(), place, where.rows, lo, hi)
 
-    def collect(self, where: Where) -> None:
-        """Add the gradients of the span's token inputs to their sums."""
-        for node, leaf, place, at, lo, hi in self._parts:
-            if leaf.grad is None:
+    def collect(self, parts: Sequence[Part]) -> None:
+        """Add the gradients of a graph's token inputs to their sums."""
+        for part in parts:
+            if part.leaf.grad is None:
                 continue
-            if node not in self._sums:
-                value = self._values[node]
+            if part.node not in self._sums:
+                value = self._values[part.node]
                 wide = torch.promote_types(value.dtype, self._dtype)
-                self._sums[node] = torch.zeros(value.shape, dtype=wide, device=value.device)
+                self._sums[part.node] = torch.zeros(value.shape, dtype=wide, device=value.device)
             put(
-                self._sums[node],
-                leaf.grad,
-                place,
+                self._sums[part.node],
+                part.leaf.grad,
+                part.place,
                 num_rows=self._num_rows,
-                rows=at.rows,
-                part_rows=len(at.rows),
-                lo=lo,
-                hi=hi,
+                rows=part.rows,
+                part_rows=len(part.rows),
+                lo=part.lo,
+                hi=part.hi,
                 add=True,
             )
-        self._parts.clear()
+            part.leaf.grad = None
 
     def gradient(self, node: fx.Node) -> Tensor | None:
         """Return the gradient of a parameter or input in its own dtype, or None when nothing reached it."""

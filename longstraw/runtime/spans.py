@@ -1,12 +1,14 @@
 """One branch's graphs, run on a span of some rows: the only place that calls them.
 
-`Runner` binds a branch to the inputs of one step. `forward` runs a span without autograd; `backward` runs it again with
-autograd, sends the gradients of its results and of its state through it, and leaves parameter gradients in the leaves.
+`Runner` binds a branch to the inputs of one step. `forward` runs a span without autograd; `record` runs it with
+autograd, and `send` sends the gradients of its results and of its state through it, which leaves those of parameters in
+the leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor, fx
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime import attention
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
+from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put, sum_rows, take
-from longstraw.runtime.leaves import Leaves, Rows, Where
+from longstraw.runtime.leaves import Leaves, Part, Rows, Where
 from longstraw.runtime.state import Kept, Store, merged
 from longstraw.stages import Head, Runs, Segment, SegmentInputs, Site, Stateful
 
@@ -25,12 +28,34 @@ _BOUND_ROWS = 8
 """Sets of rows whose masks are held at once: those on the way from the root to a leaf."""
 
 
+@dataclass(frozen=True)
+class SpanGraph:
+    """A span that was run with autograd.
+
+    Attributes:
+        where: the span.
+        state: the per-token state that it appends, one value for each slot.
+        after: the boundary states after it.
+        hidden: the frontier.
+        before: leaves that stand for the boundary states before it.
+        parts: leaves that stand for its token inputs.
+    """
+
+    where: Where
+    state: States
+    after: States
+    hidden: States
+    before: States
+    parts: tuple[Part, ...]
+
+
 class _Span:
     """What stateful graphs call back to."""
 
     def __init__(self, sites: Sequence[Site], blocks: Sequence[Blocks], where: Where) -> None:
         self._sites, self._blocks, self._where = sites, blocks, where
         self._since: dict[int, int] = {}
+        self._plans: dict[Any, Any] = {}
 
     def attend(
         self,
@@ -59,6 +84,7 @@ class _Span:
             score=None if score is None else lambda raw, q0, q1, k0, k1, *inputs: score(raw, *inputs),
             score_inputs=score_inputs,
             sink=sink,
+            plans=self._plans,
         )
 
 
@@ -202,54 +228,103 @@ class Runner:
         """Return whether any result belongs to these tokens."""
         return any(max(lo, start) < min(hi, stop) for start, stop in self.windows)
 
-    def forward(self, where: Where, results: Sequence[Tensor] | None, *, keep: Store | None) -> None:
-        """Run a span without autograd: append its state to `keep`, write its results unless None."""
-        wanted = results is not None and self.results_overlap(where.lo, where.hi)
-        if not wanted and keep is None:
-            return
-        graph = self.runs.relay if wanted and keep is not None else self.runs.score if wanted else self.runs.capture
-        outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *self._arguments(where, None))
-        if keep is not None:
-            keep.append(outputs[: len(self.branch.slots)])
-        if results is not None and wanted:
-            hidden = outputs[len(outputs) - len(self.segment.frontier) :]
-            for head, lo, hi in self._tiles(where):
-                values = self._run_head(head, where, lo, hi, hidden, None)
-                for index, value in zip(head.results, values, strict=True):
-                    self._put_result(results[index], value, index, where, lo, hi)
+    def forward(
+        self, where: Where, results: Sequence[Tensor] | None, *, keep: Store | None, boundary: bool = False
+    ) -> States:
+        """Run a span without autograd; return the boundary states after it (none when nothing asked for them).
 
-    def backward(
-        self,
-        where: Where,
-        result_grads: Sequence[Tensor | None],
-        leaves: Leaves,
-        *,
-        state_grads: Sequence[Tensor] | None,
-    ) -> None:
-        """Run a span with autograd and send gradients through it.
+        Args:
+            where: the span.
+            results: where its results are written; None writes none.
+            keep: where its per-token state is appended; None keeps none.
+            boundary: whether the boundary states after it are wanted.
+        """
+        wanted = results is not None and self.results_overlap(where.lo, where.hi)
+        stateful = keep is not None or boundary
+        if not wanted and not stateful:
+            return ()
+        graph = self.runs.relay if wanted and stateful else self.runs.score if wanted else self.runs.capture
+        outputs = graph(self._span(where), *self._arguments(where, None, []), *self._boundary(where, None))
+        slots, after, hidden = self._parts_of(outputs, stateful, wanted)
+        if keep is not None:
+            keep.append(slots)
+        if results is not None and wanted:
+            self.write_results(where, hidden, results)
+        return after
+
+    def write_results(self, where: Where, hidden: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Run the heads of a span without autograd and write its results."""
+        for head, lo, hi in self._tiles(where):
+            values = self._run_head(head, where, lo, hi, hidden, None, [])
+            for index, value in zip(head.results, values, strict=True):
+                self._put_result(results[index], value, index, where, lo, hi)
+
+    def record(self, where: Where, leaves: Leaves, *, appends: bool) -> SpanGraph:
+        """Run a span with autograd; return what `send` starts from.
 
         Args:
             where: the span, with `path` restored to the tokens before it.
-            result_grads: gradients of all results, whole; None for results without one.
-            leaves: where parameter gradients go.
-            state_grads: gradients of the state that the span appends, one for each slot; None when nothing reads it.
+            leaves: what stands for parameters, and where their gradients go.
+            appends: whether later tokens read its state.
         """
         wanted = self.results_overlap(where.lo, where.hi)
-        if not wanted and state_grads is None:
-            return
+        if not wanted and not appends:
+            return SpanGraph(where, (), (), (), (), ())
+        parts: list[Part] = []
         with torch.enable_grad():
-            arguments = self._arguments(where, leaves)
-            graph = self.runs.relay if wanted and state_grads else self.runs.score if wanted else self.runs.capture
-            outputs = graph(_Span(self.branch.sites, self.blocks(where.rows), where), *arguments)
-            count = len(self.branch.slots) if state_grads else 0
-            pairs = [(out, grad) for out, grad in zip(outputs[:count], state_grads or (), strict=True)]
-            if wanted:
-                hidden = outputs[count:]
-                pairs += zip(hidden, self._head_gradients(where, hidden, result_grads, leaves), strict=True)
-            pairs = [(out, grad.to(out.dtype)) for out, grad in pairs if out.requires_grad]
-            if pairs:
-                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        leaves.collect(where)
+            before = where.boundary_leaves()
+            arguments = self._arguments(where, leaves, parts)
+            graph = self.runs.relay if wanted and appends else self.runs.score if wanted else self.runs.capture
+            outputs = graph(self._span(where), *arguments, *self._boundary(where, before))
+        slots, after, hidden = self._parts_of(outputs, appends, wanted)
+        return SpanGraph(where, slots, after, hidden, before, tuple(parts))
+
+    def send(
+        self,
+        graph: SpanGraph,
+        result_grads: Sequence[Tensor | None],
+        leaves: Leaves,
+        *,
+        state_grads: Sequence[Tensor],
+        boundary_grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Send gradients through a recorded span, once; return those of the boundary states before it.
+
+        Args:
+            graph: the span.
+            result_grads: gradients of all results, whole; None for results without one.
+            leaves: those that the span was recorded with.
+            state_grads: gradients of the state that the span appends, one for each slot; empty when nothing reads it.
+            boundary_grads: gradients of the boundary states after it, or empty.
+        """
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        if state_grads:
+            pairs += zip(graph.state, state_grads, strict=True)
+        if boundary_grads:
+            pairs += zip(graph.after, boundary_grads, strict=True)
+        if graph.hidden:
+            found = self._head_gradients(graph.where, graph.hidden, result_grads, leaves)
+            pairs += zip(graph.hidden, found, strict=True)
+        known = [(out, grad.to(out.dtype)) for out, grad in pairs if grad is not None and out.requires_grad]
+        if known:
+            torch.autograd.backward([out for out, _ in known], [grad for _, grad in known])
+        leaves.collect(graph.parts)
+        return [leaf.grad for leaf in graph.before]
+
+    def _parts_of(self, outputs: Sequence[Tensor], stateful: bool, wanted: bool) -> tuple[States, States, States]:
+        """Return a graph's outputs as slots, boundary states and frontier."""
+        slots = len(self.branch.slots) if stateful else 0
+        carried = len(self.branch.carries) if stateful else 0
+        hidden = tuple(outputs[slots + carried :]) if wanted else ()
+        return tuple(outputs[:slots]), tuple(outputs[slots : slots + carried]), hidden
+
+    def _span(self, where: Where) -> _Span:
+        return _Span(self.branch.sites, self.blocks(where.rows), where)
+
+    def _boundary(self, where: Where, leaves: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the boundary states before a span, for each of its rows."""
+        states = where.boundary if leaves is None else leaves
+        return [state.expand(len(where.rows), *state.shape[1:]) for state in states]
 
     def _head_gradients(
         self, where: Where, hidden: Sequence[Tensor], result_grads: Sequence[Tensor | None], leaves: Leaves
@@ -259,12 +334,15 @@ class Runner:
         cut = [h.detach().requires_grad_(h.is_floating_point()) for h in hidden]
         for head, lo, hi in self._tiles(where):
             grads = [self._take_grad(result_grads[index], index, where, lo, hi) for index in head.results]
-            values = self._run_head(head, where, lo, hi, cut, leaves)
+            parts: list[Part] = []
+            with torch.enable_grad():
+                values = self._run_head(head, where, lo, hi, cut, leaves, parts)
             pairs = [
                 (v, g.to(v.dtype)) for v, g in zip(values, grads, strict=True) if g is not None and v.requires_grad
             ]
             if pairs:
                 torch.autograd.backward([v for v, _ in pairs], [g for _, g in pairs])
+            leaves.collect(parts)
             for sum_, leaf in zip(total, cut, strict=True):
                 if leaf.grad is not None:
                     sum_ += leaf.grad
@@ -279,7 +357,14 @@ class Runner:
                 yield head, at, min(at + size, hi)
 
     def _run_head(
-        self, head: Head, where: Where, lo: int, hi: int, hidden: Sequence[Tensor], leaves: Leaves | None
+        self,
+        head: Head,
+        where: Where,
+        lo: int,
+        hi: int,
+        hidden: Sequence[Tensor],
+        leaves: Leaves | None,
+        parts: list[Part],
     ) -> tuple[Tensor, ...]:
         count = len(where.rows)
         cut = [
@@ -294,7 +379,7 @@ class Runner:
             )
             for i, value in enumerate(hidden)
         ]
-        inputs = self._inputs(head.graph.inputs, where, lo, hi, leaves)
+        inputs = self._inputs(head.graph.inputs, where, lo, hi, leaves, parts)
         run = self.runs.heads[self.segment.heads.index(head)]
         return run(count, hi - lo, *inputs, *cut)
 
@@ -304,11 +389,14 @@ class Runner:
             "layout"
         ]
 
-    def _arguments(self, where: Where, leaves: Leaves | None) -> list[Any]:
-        inputs = self._inputs(self.segment.body.inputs, where, where.lo, where.hi, leaves)
+    def _arguments(self, where: Where, leaves: Leaves | None, parts: list[Part]) -> list[Any]:
+        inputs = self._inputs(self.segment.body.inputs, where, where.lo, where.hi, leaves, parts)
         return [len(where.rows), where.hi - where.lo, *inputs]
 
-    def _inputs(self, inputs: SegmentInputs, where: Where, lo: int, hi: int, leaves: Leaves | None) -> list[Any]:
+    def _inputs(
+        self, inputs: SegmentInputs, where: Where, lo: int, hi: int, leaves: Leaves | None, parts: list[Part]
+    ) -> list[Any]:
+        """Return what a graph reads; leaves of token inputs are added to `parts`."""
         parameters = [
             self._values[node].detach() if leaves is None else leaves.parameter(node) for node in inputs.parameters
         ]
@@ -324,7 +412,10 @@ class Runner:
                 lo=lo,
                 hi=hi,
             )
-            tokens.append(value if leaves is None else leaves.token_input(wanted.node, value, place, where, lo, hi))
+            part = None if leaves is None else leaves.token_input(wanted.node, value, place, where, lo, hi)
+            if part is not None:
+                parts.append(part)
+            tokens.append(value if part is None else part.leaf)
         return [*parameters, *(self._values[node] for node in inputs.values), *tokens]
 
     # --- results ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Captured per-token state of one node of the prefix tree: preallocated, contiguous, with gradients of the same layout.
+"""Captured state of one node of the prefix tree: preallocated, contiguous, with gradients of the same layout.
 
 A store is owned by the node that allocated it. Tokens are appended in order; `restore` says how many of them the next
 span sees; after `release` every use is an error. Tokens that no later token can see (outside a sliding window, padding)
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longstraw.errors import StateMisuse
 from longstraw.runtime.attention import KeyRange
+from longstraw.runtime.boundary import Boundaries
 from longstraw.stages import Slot
 
 
@@ -63,6 +64,7 @@ class Store:
         rows: number of rows (1 for a shared prefix).
         start, stop: row coordinates.
         device: where it lives.
+        boundary: boundary states before the first token.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Store:
         start: int,
         stop: int,
         device: torch.device,
+        boundary: Sequence[Tensor] = (),
     ) -> None:
+        self.boundaries = Boundaries(boundary, start=start, owner=owner)
         self.owner, self.start, self.stop = owner, start, stop
         self.visible = start
         self._kept = tuple(kept)
@@ -89,7 +93,9 @@ class Store:
     def append(self, values: Sequence[Tensor]) -> None:
         """Write the state of the next tokens, `[rows, heads, tokens, width]` for each slot."""
         stores = self._alive()
-        count = values[0].shape[2] if values else 0
+        if not stores:
+            return
+        count = values[0].shape[2]
         lo, hi = self._written, self._written + count
         if hi > self.stop:
             raise StateMisuse(f"{self.owner} appends tokens up to {hi}, its store ends at {self.stop}.")
@@ -100,7 +106,7 @@ class Store:
 
     def restore(self, until: int) -> None:
         """Show later spans the tokens before `until` only."""
-        nothing_kept = not self._alive()  # a model that mixes no tokens
+        nothing_kept = not self._alive()  # a model without attention
         if not (nothing_kept or self.start <= until <= self._written):
             raise StateMisuse(f"{self.owner}: token {until} was not captured ({self.start} to {self._written} were).")
         self.visible = until
@@ -110,6 +116,11 @@ class Store:
         self._grads = [
             torch.zeros_like(value, dtype=torch.promote_types(value.dtype, dtype)) for value in self._alive()
         ]
+
+    @property
+    def tracks_gradients(self) -> bool:
+        """Whether gradients of the state are wanted."""
+        return self._grads is not None
 
     def ranges(self, key_slot: int, value_slot: int, since: int) -> list[KeyRange]:
         """Return the visible keys and values from token `since` on, with their gradient accumulators."""
@@ -143,6 +154,7 @@ class Store:
         """Give the memory back; the store can't be used afterwards."""
         self._alive()
         self._values = self._grads = None
+        self.boundaries = Boundaries((), start=self.start, owner=self.owner)
 
     @property
     def released(self) -> bool:
@@ -152,7 +164,8 @@ class Store:
     @property
     def num_bytes(self) -> int:
         """Bytes that the store holds now."""
-        return sum(t.numel() * t.element_size() for t in (*(self._values or ()), *(self._grads or ())))
+        pages = sum(t.numel() * t.element_size() for t in (*(self._values or ()), *(self._grads or ())))
+        return pages + self.boundaries.num_bytes
 
     def _alive(self) -> list[Tensor]:
         if self._values is None:

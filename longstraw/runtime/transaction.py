@@ -25,16 +25,19 @@ from longstraw.errors import (
     PromptNotFound,
 )
 from longstraw.runtime import prefix_tree
+from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.leaves import Leaves, Where
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.prefix_tree import Node
-from longstraw.runtime.spans import Runner
+from longstraw.runtime.spans import Runner, SpanGraph
 from longstraw.runtime.state import Store
 from longstraw.stages import Located, Lowered, Runs, Stateful, TokenInput
 
 _TILE_BYTES = 16 << 20
-_SPAN_BYTES = 256 << 20
+_SPAN_BYTES = 512 << 20
+_BOUNDARY_BYTES = 256 << 20
+"""What the boundary states saved for unwind may take before they are thinned."""
 
 
 def run_step(program: Lowered, *inputs: Any) -> Any:
@@ -109,6 +112,9 @@ class BranchRun:
         self.tree = self._build_tree()
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
         self.root_store: Store | None = None
+        self.leaves: Leaves | None = None
+        self._recorded: dict[tuple[int, int], SpanGraph] = {}
+        self._recordable = 0
         self._advance: Callable[[int], object] = _ignore
 
     # --- plan -------------------------------------------------------------------------------------------------------
@@ -117,13 +123,22 @@ class BranchRun:
         if self.options.span_tokens != "auto":
             return self.options.span_tokens
         fitting = _SPAN_BYTES // max(1, self.branch.graph_bytes_per_token)
-        return max(64, min(1024, 1 << max(0, fitting.bit_length() - 1)))
+        return max(64, min(2048, 1 << max(0, fitting.bit_length() - 1)))
+
+    @property
+    def _tail_tokens(self) -> int:
+        """How many of the shared prompt's last tokens keep their graph from capture to unwind, at most."""
+        return max(1, self.span_tokens // 4)
+
+    @property
+    def _response_tokens(self) -> int:
+        """How many tokens of responses have a graph at once: beside the tail, less than a span of the prompt."""
+        return max(1, 3 * self.span_tokens // 16)
 
     def _batch(self, tokens: int) -> int:
         if self.options.replay_rows != "auto":
             return self.options.replay_rows
-        # An eighth of a span: replay runs heads besides, and must not need more than a span of the prompt in unwind.
-        return max(1, self.span_tokens // (8 * max(1, tokens)))
+        return max(1, self._response_tokens // max(1, tokens))
 
     def _differentiable(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
@@ -241,8 +256,17 @@ class BranchRun:
             return self.forward(keep=False)
 
     def forward(self, *, keep: bool) -> list[Tensor]:
-        """Capture and score every row; return the results. `keep` retains the shared prompt's state for backward."""
+        """Capture and score every row; return the results.
+
+        `keep` retains for backward the shared prompt's state, and the graphs of its last tokens and of as many responses
+        as need less than a span together: these need not run again.
+        """
         results = [self._empty_result(i) for i in range(len(self.branch.segment.results))]
+        if keep:
+            self.leaves = Leaves(
+                self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows
+            )
+            self._recordable = self._response_tokens
         with self._progress("capture and score"):
             self._forward(self.tree, (), results, keep=keep)
         return results
@@ -276,13 +300,25 @@ class BranchRun:
         return torch.zeros(shape, dtype=node.meta["val"].dtype, device=self.device)
 
     def _spans(self, node: Node) -> list[tuple[int, int]]:
-        return [(lo, min(lo + self.span_tokens, node.stop)) for lo in range(node.start, node.stop, self.span_tokens)]
+        """Return the spans of a node; the last one of a prompt is short enough to keep its graph during replay."""
+        spans: list[tuple[int, int]] = []
+        lo = node.start
+        while lo < node.stop:
+            left = node.stop - lo
+            tail = self._tail_tokens if node is self.tree and node.children else 0
+            spans.append((lo, lo + (min(self.span_tokens, left - tail) if left > tail else left)))
+            lo = spans[-1][1]
+        return spans
+
+    def _is_frozen(self, node: Node) -> bool:
+        """Return whether no gradient reaches a node's tokens."""
+        return self.options.prompt_grad == "none" and node.stop <= self.first_result
 
     def _where(self, node: Node, path: tuple[Store, ...], lo: int, hi: int) -> Where:
         rows = tuple(node.rows[:1]) if node.shared else tuple(node.rows)
         return Where(rows, tuple(node.rows), lo, hi, path)
 
-    def _store(self, node: Node) -> Store:
+    def _store(self, node: Node, path: tuple[Store, ...]) -> Store:
         """Return room for the state of a node's tokens that later tokens read."""
         spans = self._spans(node)
         kept_spans = spans if node.children else spans[:-1]
@@ -295,39 +331,89 @@ class BranchRun:
             start=node.start,
             stop=stop,
             device=self.device,
+            boundary=path[-1].boundaries.at(node.start) if path else self._first_boundary(),
         )
 
+    def _first_boundary(self) -> list[Tensor]:
+        """Return the boundary states before the first token: zeros, for one row."""
+        return [torch.zeros((1, *c.shape), dtype=c.dtype, device=self.device) for c in self.branch.carries]
+
+    def _boundary_every(self, node: Node) -> int:
+        """Return n: unwind finds the boundary states at every n-th span of a node and computes those between again."""
+        if self.options.boundary_every != "auto":
+            return self.options.boundary_every
+        spans, size = len(self._spans(node)), node.num_rows * sum(c.num_bytes for c in self.branch.carries)
+        if spans * size <= _BOUNDARY_BYTES:
+            return 1
+        best = round(spans**0.5)  # where spans / n + n is least
+        return next((n for n in range(2, best) if (-(-spans // n) + n) * size <= _BOUNDARY_BYTES), best)
+
     def _forward(self, node: Node, path: tuple[Store, ...], results: Sequence[Tensor], *, keep: bool) -> None:
-        store = self._store(node)
-        keep = keep and node is self.tree and node.stop > node.start
+        store = self._store(node, path)
+        here = (*path, store)
+        keep_store = keep and node is self.tree and node.stop > node.start
+        keep_starts = keep_store and not self._is_frozen(node)
+        if keep_starts:
+            store.track_gradients(self.options.grad_dtype)
+        spans, every = self._spans(node), self._boundary_every(node) if keep_starts else 0
         try:
-            for lo, hi in self._spans(node):
-                where = self._where(node, (*path, store), lo, hi)
+            for number, (lo, hi) in enumerate(spans, start=1):
+                where = self._where(node, here, lo, hi)
                 self.runner.check_masks(where.rows, lo, hi, self.stop)
                 last = hi == node.stop and not node.children
-                self.runner.forward(where, results, keep=None if last else store)
+                if keep and self._records(node, lo, hi):
+                    after = self._record(node, where, results, store=None if last else store)
+                else:
+                    after = self.runner.forward(where, results, keep=None if last else store)
+                if after:
+                    store.boundaries.save(hi, after, keep=bool(every) and number % every == 0)
                 self._advance((hi - lo) * node.num_rows)
             for child in node.children:
-                self._forward(child, (*path, store), results, keep=False)
+                self._forward(child, here, results, keep=keep_store)
         except BaseException:
-            keep = False
+            keep_store = False
             raise
         finally:
-            if keep:
+            if keep_store:
                 self.root_store = store
             else:
                 store.release()
 
+    def _records(self, node: Node, lo: int, hi: int) -> bool:
+        """Return whether a span's graph is kept from the forward on: backward need not run the span again."""
+        if hi < node.stop or self._is_frozen(node):
+            return False
+        if node is self.tree:
+            return not node.children or hi - lo <= self._tail_tokens
+        tokens = (hi - lo) * node.num_rows
+        if node.children or lo > node.start or tokens > self._recordable:
+            return False
+        self._recordable -= tokens
+        return True
+
+    def _record(self, node: Node, where: Where, results: Sequence[Tensor], *, store: Store | None) -> States:
+        """Run a span with autograd, keep its graph for backward and write its results; return the states after it."""
+        assert self.leaves is not None, "graphs are recorded for backward only"
+        graph = self.runner.record(where, self.leaves, appends=store is not None)
+        if store is not None:
+            store.append([value.detach() for value in graph.state])
+        if graph.hidden:
+            self.runner.write_results(where, [value.detach() for value in graph.hidden], results)
+        self._recorded[id(node), where.lo] = graph
+        return tuple(value.detach() for value in graph.after)
+
     # --- backward ---------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable  # autograd may call this while Dynamo watches for frames to compile
-    def backward(self, result_grads: Sequence[Tensor | None], wanted: Sequence[fx.Node]) -> Leaves:
+    def backward(self, result_grads: Sequence[Tensor | None]) -> Leaves:
         """Replay and unwind every row; return the accumulated gradients."""
-        leaves = Leaves(self.values, wanted, dtype=self.options.grad_dtype, num_rows=self.numbers.rows)
+        leaves, self.leaves = self.leaves, None
+        assert leaves is not None, "forward kept what backward needs"
         try:
             with self._progress("replay and unwind"):
                 self._backward(self.tree, (), result_grads, leaves)
         finally:
+            self._recorded.clear()
             if self.root_store is not None and not self.root_store.released:
                 self.root_store.release()
             self.root_store = None
@@ -336,33 +422,68 @@ class BranchRun:
     def _backward(
         self, node: Node, path: tuple[Store, ...], result_grads: Sequence[Tensor | None], leaves: Leaves
     ) -> None:
-        spans = self._spans(node)
-        frozen = self.options.prompt_grad == "none" and node.stop <= self.first_result
+        spans, frozen = self._spans(node), self._is_frozen(node)
         store = self.root_store if node is self.tree and self.root_store is not None else None
+        captured = store is not None
         if store is None:
-            store = self._store(node)
+            store = self._store(node, path)
         here = (*path, store)
         try:
-            if store is not self.root_store:
-                for lo, hi in spans if node.children else spans[:-1]:
+            if not captured:
+                every = self._boundary_every(node)
+                for number, (lo, hi) in enumerate(spans if node.children else spans[:-1], start=1):
                     with torch.no_grad():
-                        self.runner.forward(self._where(node, here, lo, hi), None, keep=store)
-            if not frozen:
-                store.track_gradients(self.options.grad_dtype)
-            for child in node.children:
+                        after = self.runner.forward(self._where(node, here, lo, hi), None, keep=store)
+                    if after:
+                        store.boundaries.save(hi, after, keep=number % every == 0)
+                if not frozen:
+                    store.track_gradients(self.options.grad_dtype)
+            for child in sorted(node.children, key=lambda child: (id(child), child.start) not in self._recorded):
                 self._backward(child, here, result_grads, leaves)
             if frozen:
                 return
             for lo, hi in reversed(spans):
-                last = hi == node.stop and not node.children
-                if not last:
-                    store.restore(lo)
-                grads = None if last else store.gradients(lo, hi)
-                self.runner.backward(self._where(node, here, lo, hi), result_grads, leaves, state_grads=grads)
+                self._unwind(node, self._where(node, here, lo, hi), result_grads, leaves)
                 self._advance((hi - lo) * node.num_rows)
         finally:
-            if store is not self.root_store:
+            if not captured:
                 store.release()
+
+    def _unwind(self, node: Node, where: Where, result_grads: Sequence[Tensor | None], leaves: Leaves) -> None:
+        """Send gradients through one span, the ones after it being done."""
+        store, lo, hi = where.path[-1], where.lo, where.hi
+        last = hi == node.stop and not node.children
+        graph = self._recorded.pop((id(node), lo), None)
+        if graph is None:
+            if not last:
+                store.restore(lo)
+            self._recompute_boundary(node, where)
+            graph = self.runner.record(where, leaves, appends=not last)
+        owner = where.boundary_owner
+        grads = self.runner.send(
+            graph,
+            result_grads,
+            leaves,
+            state_grads=() if last else store.gradients(lo, hi),
+            boundary_grads=() if last else store.boundaries.take_gradients(hi),
+        )
+        if owner is not None and grads:
+            owner.boundaries.add_gradients(lo, grads, self.options.grad_dtype)
+        if not last and self.branch.carries:
+            store.boundaries.drop(hi)
+
+    def _recompute_boundary(self, node: Node, where: Where) -> None:
+        """Run the spans before a span again, from the last one whose boundary states are held."""
+        boundaries = where.path[-1].boundaries
+        at = boundaries.nearest(where.lo) if self.branch.carries else where.lo
+        for lo, hi in self._spans(node):
+            if at <= lo < where.lo:
+                where.path[-1].restore(lo)
+                with torch.no_grad():
+                    after = self.runner.forward(self._where(node, where.path, lo, hi), None, keep=None, boundary=True)
+                boundaries.save(hi, after, keep=True)
+        if at < where.lo:
+            where.path[-1].restore(where.lo)
 
 
 def _ignore(_: int) -> None:
@@ -406,5 +527,5 @@ class _Branch(torch.autograd.Function):
         ctx.run = None
         wanted = [node for node, needed in zip(run.differentiable, ctx.needs_input_grad[1:], strict=True) if needed]
         with compat.autocast_state(ctx.autocast):
-            leaves = run.backward(grads, wanted)
+            leaves = run.backward(grads)
         return (None, *(leaves.gradient(node) if node in wanted else None for node in run.differentiable))

@@ -381,7 +381,7 @@ def test_plan_merges_seen_runs_and_drops_unseen_ones(prefix, expected, small_til
     p = problem(tokens=8, ranges=((prefix, 1), (30, 1)))
     p.matrix[..., prefix : prefix + 30] = False
     held = [KeyRange(s, k, v, None, None) for s, (k, v) in zip((0, prefix), p.earlier, strict=True)]
-    call = attention._Call(prefix + 30, tuple(held), DenseBlocks(p.matrix, sure=24), 1.0, None, 40)
+    call = attention._Call(prefix + 30, tuple(held), DenseBlocks(p.matrix, sure=24), 1.0, None, 40, {})
     ((_, _, parts),) = attention._plan(call, 8, builds_scores=False)
     assert [x.kind for x in parts] == [*expected, "causal"]
     assert {x.source for x in parts} == {0, -1}

@@ -1,0 +1,271 @@
+"""Functions of model code that loop over tokens, and what Dynamo traces in their place: one library scan each.
+
+A table names functions by module and name. Before a function is replaced it is compared with its replacement on small
+random inputs; one that computes something else is left alone, and the loop is then refused as any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, SELECTIVE_SCAN
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A function that is traced as another.
+
+    Attributes:
+        module: pattern of the modules that define it, matched whole.
+        name: its name there; `Class.method` for a method.
+        traceable: what is traced instead; it takes the same arguments.
+        sample: `() -> (args, kwargs)` for comparing the two; None when there is nothing to compare.
+    """
+
+    module: str
+    name: str
+    traceable: Function
+    sample: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _one_row_after_another(kwargs: Mapping[str, Any]) -> None:
+    for name in ("cu_seqlens", "seq_idx"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{name}: several sequences packed in a row can't share a prompt")
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The (gated, channel-gated) delta rule in the argument order of flash-linear-attention's functions."""
+    _one_row_after_another(kwargs)
+    q, k = _wide(query), _wide(key)
+    if use_qk_l2norm_in_kernel:
+        q, k = _normalised(q), _normalised(k)
+    q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
+    out, last = GATED_DELTA_RULE([q, k, _wide(value), _wide(g), _wide(beta)], initial_state)
+    return out.to(query.dtype), last if output_final_state else None
+
+
+def delta_rule_in_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same with a chunk size, which changes nothing."""
+    return delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **kwargs,
+    )
+
+
+def delta_rule_by_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same without one."""
+    return delta_rule_in_chunks(
+        query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **kwargs
+    )
+
+
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """The selective scan with tokens last, skip connection and gate."""
+    _one_row_after_another(kwargs)
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    inputs = [_wide(x).transpose(1, 2) for x in (hidden_states, dt)]
+    out, last = SELECTIVE_SCAN([*inputs, _wide(A), _wide(B).transpose(1, 2), _wide(C).transpose(1, 2)], None)
+    out = out.transpose(1, 2).to(hidden_states.dtype)
+    if D is not None:
+        out = out + hidden_states * D[None, :, None]
+    if z is not None:
+        out = out * F.silu(z)
+    return (out, last) if return_last_state else out
+
+
+def chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """The state space dual's scan: linear attention whose keys and queries are B and C."""
+    _one_row_after_another(kwargs)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = _wide(torch.clamp(dt, min=dt_limit[0], max=dt_limit[1]))
+    x = _wide(hidden_states)
+    start = None if initial_states is None else initial_states.transpose(-1, -2)
+    out, last = LINEAR_ATTENTION([_wide(C), _wide(B), x * dt[..., None], A.to(x.dtype) * dt], start)
+    if D is not None:
+        out = out + D[..., None] * x
+    return (out, last.transpose(-1, -2)) if return_final_states else out
+
+
+def reset_recurrence(
+    self: Any,
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None,
+    acc_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, None]:
+    """A gated linear recurrence that `reset` starts anew; what it leaves for a later call is not kept."""
+    out, _ = LINEAR_RECURRENCE([_wide(recurrent_gate * ~reset), _wide(hidden_states)], None)
+    return out.to(hidden_states.dtype), None
+
+
+def no_fused_kernel(*args: Any, **kwargs: Any) -> None:
+    """Stands for a kernel of a whole layer: the layer's own code is traced instead."""
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _delta_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    q, k, v = _random(2, 5, 2, 4), _random(2, 5, 2, 4), _random(2, 5, 2, 3)
+    return (q, k, v), {"g": -_random(2, 5, 2).abs(), "beta": _random(2, 5, 2).sigmoid(), "use_qk_l2norm_in_kernel": True}
+
+
+def _channel_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = _delta_sample()
+    return args, {**kwargs, "g": -_random(2, 5, 2, 4).abs()}
+
+
+def _selective_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x, dt, b, c = _random(2, 4, 5), _random(2, 4, 5), _random(2, 3, 5), _random(2, 3, 5)
+    more = {"D": _random(4), "z": _random(2, 4, 5), "delta_bias": _random(4), "delta_softplus": True}
+    return (x, dt, -_random(4, 3).abs(), b, c), more
+
+
+def _chunk_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    x, dt, b, c = _random(2, 5, 4, 3), _random(2, 5, 4), _random(2, 5, 2, 3), _random(2, 5, 2, 3)
+    more = {"chunk_size": 4, "D": _random(4), "dt_bias": _random(4), "dt_softplus": True}
+    return (x, dt, -_random(4).abs(), b, c), more
+
+
+_MODELS = r"(transformers\.models|transformers_modules)\..*"
+FUNCTIONS: tuple[Opaque, ...] = (
+    Opaque(_MODELS, "torch_chunk_gated_delta_rule", delta_rule_in_chunks, _delta_sample),
+    Opaque(_MODELS, "torch_recurrent_gated_delta_rule", delta_rule_by_token, _delta_sample),
+    Opaque(_MODELS, "chunk_kimi_delta_attention", delta_rule_in_chunks, _channel_sample),
+    Opaque(_MODELS, "recurrent_kimi_delta_attention", delta_rule_by_token, _channel_sample),
+    Opaque(_MODELS, "mamba_selective_scan", selective_scan, _selective_sample),
+    Opaque(_MODELS, "mamba2_chunk_scan", chunk_scan, _chunk_sample),
+    Opaque(_MODELS, "mamba_inner_fn", no_fused_kernel, None),
+    Opaque(_MODELS, "mamba2_split_conv1d_scan_combined", no_fused_kernel, None),
+)
+"""Functions that longstraw knows."""
+
+_compared: dict[int, tuple[Function, bool]] = {}
+
+
+def opaque_functions(table: tuple[Opaque, ...] = FUNCTIONS) -> dict[Function, Function]:
+    """Return the functions of modules imported so far that are traced as another, and that other."""
+    found: dict[Function, Function] = {}
+    for entry in table:
+        pattern = re.compile(entry.module)
+        for module in [m for name, m in list(sys.modules.items()) if pattern.fullmatch(name)]:
+            function = vars(module).get(entry.name)
+            if inspect.isfunction(function) and function not in found and _agrees(function, entry):
+                found[function] = entry.traceable
+    return found
+
+
+def _agrees(function: Function, entry: Opaque) -> bool:
+    """Return whether a function computes what its replacement does, judged once by numbers."""
+    if entry.sample is None:
+        return True
+    known = _compared.get(id(function))
+    if known is None or known[0] is not function:
+        _compared[id(function)] = known = (function, _same_numbers(inspect.unwrap(function), entry))
+    return known[1]
+
+
+def _same_numbers(function: Function, entry: Opaque) -> bool:
+    assert entry.sample is not None
+    args, kwargs = entry.sample()
+    try:
+        with torch.no_grad():
+            results = [f(*args, **kwargs) for f in (function, entry.traceable)]
+    except Exception:
+        return False
+    one, other = (x[0] if isinstance(x, tuple) else x for x in results)
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,42 @@
+"""Causal convolutions and running sums along tokens: what they carry is a few inputs, or the sum so far."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int, groups: int, tail: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Convolve a span with a kernel that ends at each token.
+
+    Args:
+        x: `[rows, channels, tokens]`.
+        weight: `[out_channels, channels / groups, width]`; bias `[out_channels]`.
+        dilation: distance of the kernel's entries in tokens.
+        groups: as in `torch.nn.Conv1d`; `channels` for a depthwise convolution.
+        tail: `[rows, channels, dilation * (width - 1)]`: the last inputs before the span.
+
+    Returns:
+        `[rows, out_channels, tokens]`, and the last inputs up to the span's end.
+    """
+    joined = torch.cat([tail.to(x.dtype), x], -1)
+    out = F.conv1d(joined, weight, bias, dilation=dilation, groups=groups)
+    return out, joined[..., joined.shape[-1] - tail.shape[-1] :]
+
+
+def running_sum(x: Tensor, dim: int, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum along tokens.
+
+    Args:
+        x: the span, tokens along `dim`.
+        dim: the token dim.
+        total: the sum before the span, of `x`'s shape without `dim`.
+
+    Returns:
+        The sums up to each token, and the last one.
+    """
+    out = x.cumsum(dim, dtype=torch.promote_types(x.dtype, total.dtype)) + total.unsqueeze(dim)
+    return out.to(x.dtype), out.select(dim, -1)
