@@ -7,6 +7,7 @@ tiles).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ def _body(step: Located, branch: Sequence[fx.Node]) -> set[fx.Node]:
         if node not in body and node in members:
             body.add(node)
             stack.extend(node.all_input_nodes)
-    return body
+    return body | {n for n in branch if n.target is operator.getitem and n.args[0] in body}
 
 
 def _find_frontier(
