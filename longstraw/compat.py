@@ -10,7 +10,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import sympy
@@ -97,29 +98,50 @@ class _Tracing:
         return True
 
 
+@dataclass(frozen=True)
+class Substitution:
+    """A function that is traced as another.
+
+    Attributes:
+        owner: the module or class that holds it.
+        name: its name there.
+        function: the function itself.
+        traceable: what is traced instead.
+    """
+
+    owner: Any
+    name: str
+    function: Callable[..., Any]
+    traceable: Callable[..., Any]
+
+
 @contextlib.contextmanager
-def _substituted(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator[None]:
-    """Let Dynamo trace other functions in place of these, and forget it afterwards."""
-    if not functions:
-        yield
-        return
+def _substituted(substitutions: Sequence[Substitution]) -> Iterator[None]:
+    """Let Dynamo trace other functions in place of some, and forget it afterwards.
+
+    A function is found by identity, whatever name it goes by. A method is looked up in its class instead.
+    """
+    functions = [s for s in substitutions if not isinstance(s.owner, type)]
+    methods = [s for s in substitutions if isinstance(s.owner, type)]
     tables: tuple[Any, ...] = (
         VariableBuilder._id_dispatch(),
         trace_rules._polyfilled_function_ids(),
         trace_rules.get_torch_obj_rule_map(),
         PolyfilledFunctionVariable._get_polyfill_handlers(),
     )
-    before = [set(table) for table in tables]
+    before = [set(table) for table in tables] if functions else []
+    wrappers = []  # Dynamo keeps them by identity: they must live as long
     try:
-        # Dynamo keeps what it is given here by identity: the wrappers must live as long.
-        wrappers = [
-            torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traceable)
-            for function, traceable in functions.items()
-        ]
+        for s in functions:
+            replace = torch.compiler.substitute_in_graph(s.function, skip_signature_check=True)  # type: ignore[arg-type]
+            wrappers.append(replace(s.traceable))
+        for s in methods:
+            setattr(s.owner, s.name, s.traceable)
         yield
-        del wrappers
     finally:
-        for table, known in zip(tables, before, strict=True):
+        for s in methods:
+            setattr(s.owner, s.name, s.function)
+        for table, known in zip(tables, before, strict=False):
             for key in set(table) - known:
                 table.remove(key) if isinstance(table, set) else table.pop(key)
 
@@ -161,13 +183,13 @@ def _backend_being_compiled_for() -> Callable[..., Any] | None:
 
 
 def trace_backward_inside(
-    backend: Backend, opaque_functions: Callable[[], Mapping[Callable[..., Any], Callable[..., Any]]]
+    backend: Backend, opaque_functions: Callable[[], Sequence[Substitution]]
 ) -> Backend:
     """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it.
 
     Args:
         backend: the backend.
-        opaque_functions: `() -> functions that are traced as another, and that other`.
+        opaque_functions: `() -> functions that are traced as another`.
     """
     backend.traces_backward = True  # type: ignore[attr-defined]
     backend.opaque_functions = opaque_functions  # type: ignore[attr-defined]

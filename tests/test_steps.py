@@ -17,7 +17,8 @@ ALL_SPANS = ("grpo", "padded_batch", "full_logits_masked", "entropy_bonus", "bac
 
 
 # Against float64: two roundings of bfloat16 differ from each other by more than from the truth.
-LOW_PRECISION = ("autocast_inside", "autocast_outside")
+# Steps that round, and what eager is off by at least (a check that float64 really is the other side).
+LOW_PRECISION = {"autocast_inside": 1e-3, "autocast_outside": 1e-3, "float32_logp": 1e-7}
 
 
 def spans() -> list[pytest.ParameterSet]:
@@ -41,7 +42,7 @@ def test_step_equals_eager(name: str, span_tokens: int) -> None:
 
 @pytest.mark.parametrize("span_tokens", [7, 1000])
 @pytest.mark.parametrize("name", LOW_PRECISION)
-def test_autocast_is_as_close_to_float64_as_eager(name: str, span_tokens: int) -> None:
+def test_low_precision_is_as_close_to_float64_as_eager(name: str, span_tokens: int) -> None:
     step = STEPS[name]
     model = zoo.build("qwen3", dtype=torch.float32)
     inputs = step.inputs(model)
@@ -58,7 +59,7 @@ def test_autocast_is_as_close_to_float64_as_eager(name: str, span_tokens: int) -
     compiled = torch.compile(step.function, backend="longstraw", options=options)
     truth = gradients(STEPS["grpo"].function, copy.deepcopy(model).double(), exact, contextlib.nullcontext)
     eager, ours = (gradients(f, model, inputs, step.context) for f in (step.function, compiled))
-    assert (eager - truth).norm() > 1e-3 * truth.norm(), "autocast rounds"
+    assert (eager - truth).norm() > LOW_PRECISION[name] * truth.norm(), "the step rounds"
     assert (ours - truth).norm() <= 1.1 * (eager - truth).norm()
 
 

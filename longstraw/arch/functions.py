@@ -6,9 +6,11 @@ random inputs; one that computes something else is left alone, and the loop is t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longstraw.compat import Substitution
 from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, SELECTIVE_SCAN
 
 Function = Callable[..., Any]
@@ -191,6 +194,26 @@ def reset_recurrence(
     return out.to(hidden_states.dtype), None
 
 
+def lightning_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """A layer of linear attention whose heads decay at fixed rates."""
+    rows, tokens, _ = hidden_states.shape
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
+    query, key, value = qkv.reshape(rows, tokens, self.num_attention_heads, 3 * self.head_dim).chunk(3, 3)
+    log_decay = -self.slope_rate.flatten().to(_wide(value).dtype).expand(rows, tokens, -1)
+    out, _ = LINEAR_ATTENTION([_wide(query), _wide(key), _wide(value), log_decay], None)
+    out = self.norm(out.to(value.dtype).flatten(2))
+    return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
+
+
 def no_fused_kernel(*args: Any, **kwargs: Any) -> None:
     """Stands for a kernel of a whole layer: the layer's own code is traced instead."""
 
@@ -221,6 +244,33 @@ def _chunk_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x, dt, -_random(4).abs(), b, c), more
 
 
+def _reset_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    reset = torch.tensor([True, False, False, True, False])[None, :, None]
+    return (None, _random(2, 5, 3), _random(2, 5, 4)[..., :3].sigmoid(), reset, None), {}
+
+
+def _lightning_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    heads, size, rate = 2, 4, torch.tensor([0.3, 0.7])[:, None, None]
+    at = torch.arange(size) + 1
+    apart = at[:, None] - at
+    layer = types.SimpleNamespace(
+        layer_idx=0,
+        head_dim=3,
+        num_attention_heads=heads,
+        block_size=size,
+        act_fn=torch.tanh,
+        qkv_proj=lambda x: x @ _random(6, 18),
+        norm=lambda x: 2 * x,
+        output_gate=lambda x: x,
+        out_proj=lambda x: x,
+        slope_rate=rate,
+        query_decay=(-rate * at[:, None]).exp(),
+        key_decay=(-rate * (size - at[:, None])).exp(),
+        diagonal_decay=torch.where(apart >= 0, -rate * apart, -torch.inf).exp()[None],
+    )
+    return (layer, _random(2, 5, 6), None, None), {}
+
+
 _MODELS = r"(transformers\.models|transformers_modules)\..*"
 FUNCTIONS: tuple[Opaque, ...] = (
     Opaque(_MODELS, "torch_chunk_gated_delta_rule", delta_rule_in_chunks, _delta_sample),
@@ -229,6 +279,8 @@ FUNCTIONS: tuple[Opaque, ...] = (
     Opaque(_MODELS, "recurrent_kimi_delta_attention", delta_rule_by_token, _channel_sample),
     Opaque(_MODELS, "mamba_selective_scan", selective_scan, _selective_sample),
     Opaque(_MODELS, "mamba2_chunk_scan", chunk_scan, _chunk_sample),
+    Opaque(_MODELS, "RecurrentGemmaRglru._rnn_scan", reset_recurrence, _reset_sample),
+    Opaque(_MODELS, "MiniMaxLightningAttention.forward", lightning_attention, _lightning_sample),
     Opaque(_MODELS, "mamba_inner_fn", no_fused_kernel, None),
     Opaque(_MODELS, "mamba2_split_conv1d_scan_combined", no_fused_kernel, None),
 )
@@ -237,16 +289,18 @@ FUNCTIONS: tuple[Opaque, ...] = (
 _compared: dict[int, tuple[Function, bool]] = {}
 
 
-def opaque_functions(table: tuple[Opaque, ...] = FUNCTIONS) -> dict[Function, Function]:
-    """Return the functions of modules imported so far that are traced as another, and that other."""
-    found: dict[Function, Function] = {}
+def opaque_functions(table: tuple[Opaque, ...] = FUNCTIONS) -> list[Substitution]:
+    """Return the functions of modules imported so far that are traced as another."""
+    found: dict[Function, Substitution] = {}
     for entry in table:
         pattern = re.compile(entry.module)
-        for module in [m for name, m in list(sys.modules.items()) if pattern.fullmatch(name)]:
-            function = vars(module).get(entry.name)
+        *path, name = entry.name.split(".")
+        for module in [m for known, m in list(sys.modules.items()) if pattern.fullmatch(known)]:
+            owner = functools.reduce(lambda at, part: getattr(at, part, None), path, module)
+            function = vars(owner).get(name) if owner is not None else None
             if inspect.isfunction(function) and function not in found and _agrees(function, entry):
-                found[function] = entry.traceable
-    return found
+                found[function] = Substitution(owner, name, function, entry.traceable)
+    return list(found.values())
 
 
 def _agrees(function: Function, entry: Opaque) -> bool:

@@ -390,7 +390,7 @@ def test_plan_merges_seen_runs_and_drops_unseen_ones(prefix, expected, small_til
 def test_plan_of_a_sliding_window_looks_at_the_window_only():
     size = 4096
     seen = causal(size) & ~causal(size).tril(-128)
-    call = attention._Call(size - 512, (), DenseBlocks(seen), 1.0, None, 4096)
+    call = attention._Call(size - 512, (), DenseBlocks(seen), 1.0, None, 4096, {})
     empty = torch.empty(1, 1, size - 512, 4)
     call = call._replace(earlier=(KeyRange(0, empty, empty, None, None),))
     plan = list(attention._plan(call, 512, builds_scores=False))
