@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
+from longstraw.arch import installed_rules
 from longstraw.arch.functions import opaque_functions
 from longstraw.errors import (
     LongstrawError,
@@ -107,7 +108,12 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
     """
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
-        program = build(piece, options=options, observe=observe)
+        try:
+            program = build(piece, options=options, observe=observe)
+        except StaticTokens as error:
+            if error.tokens > _SHORT_ROW or options.prompt_grad != "exact" or observe is not None:
+                raise
+            return piece.forward
         if program is None:
             return piece.forward
         run = functools.partial(run_step, program)
@@ -115,6 +121,10 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
 
     return split_at_backward(gm, compile_piece=compile_piece)
 
+
+_SHORT_ROW = 4
+"""Dynamo takes sizes of 1 for constants, and so the length of a row of very few tokens. There is nothing to save in such
+a row: its graph runs as it was traced."""
 
 PASSES: tuple[Callable[[Any], Any], ...] = (
     normalise,
@@ -156,4 +166,13 @@ def inner(options: Options) -> Compiled:
     )
 
 
-compat.trace_backward_inside(longstraw, opaque_functions)
+def traced_as_others(options: Options | Mapping[str, Any] | None) -> list[compat.Substitution]:
+    """Return the functions that are traced as another: known ones, and those of `rules`."""
+    try:
+        rules = Options.of(options).rules
+    except LongstrawError:  # the backend raises it once the step is called
+        rules = ()
+    return opaque_functions((*installed_rules(), *rules))
+
+
+compat.trace_backward_inside(longstraw, traced_as_others)

@@ -72,10 +72,10 @@ class _Tracing:
             callback_handler.run_end_callbacks = run_end  # type: ignore[method-assign]
 
     def _start(self) -> None:
-        backend = _backend_being_compiled_for()
+        backend, options = _backend_being_compiled_for()
         if getattr(backend, "traces_backward", False):
             self._stack = contextlib.ExitStack()
-            self._stack.enter_context(_substituted(backend.opaque_functions()))  # type: ignore[union-attr]
+            self._stack.enter_context(_substituted(backend.opaque_functions(options)))  # type: ignore[union-attr]
             # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
             self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
             self._symbolic = self._stack.enter_context(_symbolic_sizes())
@@ -164,13 +164,16 @@ def _symbolic_sizes() -> Iterator[contextlib.ExitStack]:
 _tracing = _Tracing()
 
 
-def _backend_being_compiled_for() -> Callable[..., Any] | None:
-    """Return the innermost backend function of the compilation in progress, found on the stack."""
+def _backend_being_compiled_for() -> tuple[Callable[..., Any] | None, Any]:
+    """Return the innermost backend function of the compilation in progress, found on the stack, and its options."""
     frame = sys._getframe()
     while frame is not None and "compiler_fn" not in frame.f_locals:
         frame = frame.f_back  # type: ignore[assignment]
     found = frame.f_locals["compiler_fn"] if frame is not None else None
+    options = None
     while found is not None:
+        keywords = getattr(found, "kwargs", None) or getattr(found, "keywords", None) or {}
+        options = options or getattr(found, "options", None) or keywords.get("options")
         wrapped = [
             getattr(found, name)
             for name in ("_torchdynamo_orig_backend", "compiler_fn", "func")
@@ -179,17 +182,17 @@ def _backend_being_compiled_for() -> Callable[..., Any] | None:
         if not wrapped:
             break
         found = wrapped[0]
-    return found
+    return found, options
 
 
 def trace_backward_inside(
-    backend: Backend, opaque_functions: Callable[[], Sequence[Substitution]]
+    backend: Backend, opaque_functions: Callable[[Any], Sequence[Substitution]]
 ) -> Backend:
     """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it.
 
     Args:
         backend: the backend.
-        opaque_functions: `() -> functions that are traced as another`.
+        opaque_functions: `options -> functions that are traced as another`.
     """
     backend.traces_backward = True  # type: ignore[attr-defined]
     backend.opaque_functions = opaque_functions  # type: ignore[attr-defined]

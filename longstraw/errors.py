@@ -72,7 +72,13 @@ class PromptNotFound(LongstrawError, ValueError):
 
 
 class StaticTokens(LongstrawError, NotImplementedError):
-    """The token dim could not be traced with a symbolic size."""
+    """The token dim could not be traced with a symbolic size.
+
+    Attributes:
+        tokens: the size that it was traced with.
+    """
+
+    tokens: int = 0
 
 
 class ParametersChanged(LongstrawError, RuntimeError):

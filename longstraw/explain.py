@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from longstraw import backend, compat
-from longstraw.arch.functions import opaque_functions
 from longstraw.arch.rules import op_name
 from longstraw.errors import LongstrawError
 from longstraw.options import Options
@@ -104,7 +103,7 @@ class Recorder:
         self.programs: list[Lowered] = []
         self.records: list[dict[str, Any]] = []
         self.__name__ = "longstraw"
-        compat.trace_backward_inside(self, opaque_functions)
+        compat.trace_backward_inside(self, backend.traced_as_others)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not may_have_model(gm):

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longstraw.arch.scans import Scan
 from longstraw.compat import Substitution
 from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, SELECTIVE_SCAN
 
@@ -289,10 +290,13 @@ FUNCTIONS: tuple[Opaque, ...] = (
 _compared: dict[int, tuple[Function, bool]] = {}
 
 
-def opaque_functions(table: tuple[Opaque, ...] = FUNCTIONS) -> list[Substitution]:
-    """Return the functions of modules imported so far that are traced as another."""
+def opaque_functions(rules: Iterable[Any] = ()) -> list[Substitution]:
+    """Return the functions that are traced as another: of the rules given, and known ones of modules imported so far."""
     found: dict[Function, Substitution] = {}
-    for entry in table:
+    for rule in rules:
+        if isinstance(rule, Scan):
+            found[rule.function] = Substitution(None, rule.function.__name__, rule.function, _plain(rule))
+    for entry in FUNCTIONS:
         pattern = re.compile(entry.module)
         *path, name = entry.name.split(".")
         for module in [m for known, m in list(sys.modules.items()) if pattern.fullmatch(known)]:
@@ -301,6 +305,17 @@ def opaque_functions(table: tuple[Opaque, ...] = FUNCTIONS) -> list[Substitution
             if inspect.isfunction(function) and function not in found and _agrees(function, entry):
                 found[function] = Substitution(owner, name, function, entry.traceable)
     return list(found.values())
+
+
+def _plain(rule: Scan) -> Function:
+    """Return what is traced in place of a rule's function, as a plain function: Dynamo takes no bound method."""
+    target = rule.target
+
+    def traceable(*inputs: Tensor) -> Tensor:
+        found: Tensor = target(list(inputs), None)[0]
+        return found
+
+    return traceable
 
 
 def _agrees(function: Function, entry: Opaque) -> bool:

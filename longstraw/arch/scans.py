@@ -6,10 +6,14 @@ follows from that.
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
 from longstraw.compat import expression
@@ -18,21 +22,45 @@ from longstraw.stages import ROWS, Carried, Dim, Layout, Rows, Tokens, has
 
 aten = torch.ops.aten
 
-STEPS: dict[Any, opaque.Step] = {
-    opaque.GATED_DELTA_RULE: delta_rule.gated_delta_rule,
-    opaque.LINEAR_ATTENTION: delta_rule.linear_attention,
-    opaque.LINEAR_RECURRENCE: linear_recurrence.linear_recurrence,
-    opaque.SELECTIVE_SCAN: linear_recurrence.selective_scan,
-}
-"""What a library scan does on a span: `(*inputs, state) -> (output, state after)`."""
+@dataclass(frozen=True)
+class Scan:
+    """A user's rule for a function that runs a recurrence over tokens: traced as one node, run span by span.
+
+    `function(*inputs) -> output` takes tensors only: values `[rows, tokens, ...]` and weights (tensors of other shapes).
+    `step` computes the same for a span, given the state that the tokens before it left.
+
+    Attributes:
+        function: the function as the model calls it, found by identity.
+        step: `(*inputs, state) -> (output [rows, tokens, ...], state after [rows, ...])`, differentiable.
+        state: `(*inputs) -> the state before the first token`, `[rows, ...]`, of a size that doesn't depend on tokens.
+        output: `(*inputs) -> a tensor like the output`; by default it is like the first input.
+    """
+
+    function: Callable[..., Tensor]
+    step: opaque.Step
+    state: Callable[..., Tensor]
+    output: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
+
+    @functools.cached_property
+    def target(self) -> Any:
+        """The library op that stands for the function in graphs."""
+        name = f"{self.function.__name__.strip('_')}_{next(_numbers)}"
+        return opaque.library_op(name, self.step, output=self.output, state=self.state)
+
+    def layout(self, reader: Reader, node: fx.Node) -> Any:
+        """Its layout rule."""
+        return scanned(reader, node, step=self.step)
+
+
+_numbers = itertools.count()
 
 
 def may_mix(node: fx.Node) -> bool:
     """Return whether an op is a mixing op with boundary state, if it runs over tokens."""
-    return packet(node.target) in STEPS or packet(node.target) is aten.conv1d
+    return packet(node.target) is aten.conv1d or getattr(node.target, "namespace", "") == opaque.NAMESPACE
 
 
-def scanned(r: Reader, node: fx.Node) -> tuple[Layout, Layout]:
+def scanned(r: Reader, node: fx.Node, *, step: opaque.Step) -> tuple[Layout, Layout]:
     """A library scan: inputs `[rows, tokens, ...]` or weights; returns the output and the state after the last token."""
     inputs, start = node.args
     if start is not None:
@@ -51,9 +79,7 @@ def scanned(r: Reader, node: fx.Node) -> tuple[Layout, Layout]:
         rows = rows or first
     if any(user.args[1] == 1 for user in node.users):
         r.unsupported(node, "its state after the last token leaves the model")
-    r.carries[node] = Carried(
-        STEPS[packet(node.target)], lambda n: tuple(n.args[0]), _sizes_of(state), state.dtype, pair=True
-    )
+    r.carries[node] = Carried(step, lambda n: tuple(n.args[0]), _sizes_of(state), state.dtype, pair=True)
     plain = [() if size == (1, 1) else (size,) for size in r.sizes.shape(out)[2:]]
     kept = [() if size == (1, 1) else (size,) for size in r.sizes.shape(state)[1:]]
     return (rows, (r.sizes.full,), *plain), (rows, *kept)
@@ -148,4 +174,10 @@ def summed(r: Reader, node: fx.Node, source: Layout, d: int) -> Layout:
     return source
 
 
-RULES: dict[Any, LayoutRule] = {**dict.fromkeys(STEPS, scanned), aten.conv1d: convolved}
+RULES: dict[Any, LayoutRule] = {
+    aten.conv1d: convolved,
+    opaque.GATED_DELTA_RULE: functools.partial(scanned, step=delta_rule.gated_delta_rule),
+    opaque.LINEAR_ATTENTION: functools.partial(scanned, step=delta_rule.linear_attention),
+    opaque.LINEAR_RECURRENCE: functools.partial(scanned, step=linear_recurrence.linear_recurrence),
+    opaque.SELECTIVE_SCAN: functools.partial(scanned, step=linear_recurrence.selective_scan),
+}

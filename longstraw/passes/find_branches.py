@@ -70,12 +70,14 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
     entries = sorted(_entries(graph), key=lambda e: e[0].target is not ops.attention)
     for node, rows, tokens in entries:
         if not expression(tokens).free_symbols:
-            raise StaticTokens(
+            error = StaticTokens(
                 f"The number of tokens of a row was traced as the constant {tokens}.",
                 where=user_line(node.meta.get("stack_trace")),
-                remedy="The model's code turns the length into a Python number or loops over tokens; or prompt and "
-                "response both have a single token. Lengths must stay symbolic under torch.compile.",
+                remedy="The model's code turns the length into a Python number or loops over tokens, as recurrent models "
+                "do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay symbolic.",
             )
+            error.tokens = int(tokens)
+            raise error
         return Sizes(rows, tokens)
     raise AssertionError("a graph without a model was given to find_branches")
 

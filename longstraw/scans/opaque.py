@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longstraw.scans import delta_rule, linear_recurrence
 
+NAMESPACE = "longstraw"
 Step = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -52,11 +53,11 @@ def library_op(name: str, step: Step, *, output: Callable[..., Tensor], state: C
         return [grads.get(id(t)) for t in leaves], None if start is None else grads.get(id(first))
 
     op = torch.library.custom_op(
-        f"longstraw::{name}", run, mutates_args=(), schema="(Tensor[] inputs, Tensor? start) -> (Tensor, Tensor)"
+        f"{NAMESPACE}::{name}", run, mutates_args=(), schema="(Tensor[] inputs, Tensor? start) -> (Tensor, Tensor)"
     )
     op.register_fake(fake)
     op.register_autograd(backward, setup_context=setup)
-    return getattr(torch.ops.longstraw, name)
+    return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
 GATED_DELTA_RULE = library_op(
