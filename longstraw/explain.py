@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,10 @@ def _describe_branch(branch: Stateful) -> list[str]:
     lines.append(
         f"state: {len(branch.slots)} slots of {len(branch.sites)} attentions, {total} bytes per token of a row"
     )
-    lines += [f"  {line}" for line in _state_table(branch)]
+    if branch.carries:
+        numbers, size = (sum(getattr(c, k) for c in branch.carries) for k in ("numbers", "num_bytes"))
+        lines.append(f"boundary state of {len(branch.carries)} scans: {numbers} numbers, {size} bytes for a row")
+    lines += [f"  {line}" for line in state_table(branch)]
     for name in ("capture", "score"):
         lines.append(f"{name}: {_ops(getattr(branch, name))}")
     for head in branch.segment.heads:
@@ -158,26 +162,41 @@ def _describe_branch(branch: Stateful) -> list[str]:
     return lines
 
 
-def _state_table(branch: Stateful) -> list[str]:
-    """Return the slots, equal ones of neighbouring layers in one line."""
-    groups: list[tuple[tuple[int, int, str], list[int]]] = []
+def state_table(branch: Stateful) -> list[str]:
+    """Return which module keeps which state, modules that differ in their number only in one line."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for i, site in enumerate(branch.sites):
         key, value = branch.slots[site.key_slot], branch.slots[site.value_slot]
         shared = any(site.key_slot == other.key_slot for other in branch.sites[:i])
-        bytes_ = 0 if shared else key.bytes_per_token + value.bytes_per_token
         mask = "causal" if site.causal else f"mask {', '.join(map(str, site.masks))}"
-        text = f"{key.heads} x {key.width} keys, {value.heads} x {value.width} values, {str(key.dtype)[6:]}, {mask}"
-        text = f"reads the state of an earlier attention, {mask}" if shared else text
-        look = (bytes_, key.heads, text)
-        if groups and groups[-1][0] == look:
-            groups[-1][1].append(i)
-        else:
-            groups.append((look, [i]))
-    return [f"attention {_span(members):<8} {look[0]:>8} B/token  {look[2]}" for look, members in groups]
+        size = 0 if shared else key.bytes_per_token + value.bytes_per_token
+        what = f"{key.heads} x {key.width} keys, {value.heads} x {value.width} values, {str(key.dtype)[6:]}"
+        what = "the state of an earlier attention" if shared else what
+        _add(rows, site.module or "attention", f"{size:>9} B/token  {what}, {mask}", i)
+    for i, carry in enumerate(branch.carries):
+        shape = " x ".join(map(str, carry.shape))
+        what = f"{shape} = {carry.numbers} numbers of {carry.kind}, {str(carry.dtype)[6:]}"
+        _add(rows, carry.module or "scan", f"{carry.num_bytes:>9} B        {what}", i)
+    names = {key: key[0].replace("*", _listed(numbers)) for key, numbers in rows.items()}
+    width = max(map(len, names.values()), default=0)
+    return [f"{names[key]:<{width}} {key[1]}" for key in rows]
 
 
-def _span(members: list[int]) -> str:
-    return str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"
+def _add(rows: dict[tuple[str, str], list[str]], module: str, text: str, index: int) -> None:
+    numbers = re.findall(r"\d+", module)
+    name = re.sub(r"\d+", "*", module, count=1) if len(numbers) == 1 else f"{module} *" if not numbers else module
+    rows.setdefault((name, text), []).append(numbers[0] if len(numbers) == 1 else str(index))
+
+
+def _listed(numbers: list[str], most: int = 4) -> str:
+    """Return numbers as `3`, `{0-5}` for a run, or `{3, 7, ..., 63}`."""
+    values = [int(n) for n in numbers]
+    if len(values) == 1:
+        return numbers[0]
+    if values == list(range(values[0], values[-1] + 1)):
+        return f"{{{values[0]}-{values[-1]}}}"
+    shown = numbers if len(numbers) <= most else [*numbers[:3], "...", numbers[-1]]
+    return f"{{{', '.join(shown)}}}"
 
 
 def _ops(module: fx.GraphModule, most: int = 6) -> str:

@@ -383,6 +383,7 @@ class Carry:
     Attributes:
         kind: the op that carries it.
         shape: sizes for one row.
+        module: the path of the module that it belongs to, such as `model.layers.0.mixer`, as far as known.
     """
 
     name: str
@@ -390,6 +391,7 @@ class Carry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     line: str
+    module: str
 
     @property
     def numbers(self) -> int:
@@ -412,6 +414,7 @@ class Site:
         causal: whether only keys at or before the query are seen, in addition.
         scale: factor on the products of queries and keys.
         score: `(scaled products, *inputs) -> scores`, or None.
+        module: the path of its module, as far as known.
     """
 
     key_slot: int
@@ -421,6 +424,7 @@ class Site:
     scale: float
     score: fx.GraphModule | None
     line: str
+    module: str
 
 
 @dataclass(frozen=True)

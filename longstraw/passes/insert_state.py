@@ -9,6 +9,7 @@ keys and values before repetition. Values that several attentions share are one 
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class _Builder:
         places = [list(self.slots).index(x) for x in kept]
         programs = [self._program(self.mask_of[m], line) for m in masks]  # type: ignore[union-attr, index]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
-        self.sites.append(Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line))  # type: ignore[arg-type]
+        self.sites.append(Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line, _module(node)))  # type: ignore[arg-type]
         with self.graph.inserting_before(node):
             new = self.graph.call_function(
                 ops.attend,
@@ -128,7 +129,7 @@ class _Builder:
             self.graph.erase_node(user)
         self.graph.erase_node(node)
         name = getattr(carried.step, "__name__", str(carried.step))
-        self.carries.append(Carry(before.name, name, carried.shape, carried.dtype, line))
+        self.carries.append(Carry(before.name, name, carried.shape, carried.dtype, line, _module(node)))
         self.after.append(after)
 
     def _replaced(self, node: fx.Node, new: fx.Node) -> None:
@@ -237,6 +238,12 @@ class _Builder:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in outputs))
         return restore_autocast(fx.GraphModule(self.module, graph))
+
+
+def _module(node: fx.Node) -> str:
+    """Return the path of the user's module that a node of the segment comes from."""
+    stack = node.meta["origin"].meta.get("nn_module_stack") if "origin" in node.meta else None
+    return re.sub(r"^L\['(\w+)'\]", r"\1", next(reversed(stack.values()))[0]) if stack else ""
 
 
 def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:
