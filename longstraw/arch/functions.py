@@ -76,7 +76,7 @@ def delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = _normalised(q), _normalised(k)
     q = q * (query.shape[-1] ** -0.5 if scale is None else scale)
-    out, last = GATED_DELTA_RULE([q, k, _wide(value), _wide(g), _wide(beta)], initial_state)
+    out, last = GATED_DELTA_RULE([q, k, value, _wide(g), beta], initial_state)
     return out.to(query.dtype), last if output_final_state else None
 
 
@@ -210,7 +210,7 @@ def lightning_attention(
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
     query, key, value = qkv.reshape(rows, tokens, self.num_attention_heads, 3 * self.head_dim).chunk(3, 3)
     log_decay = -self.slope_rate.flatten().to(_wide(value).dtype).expand(rows, tokens, -1)
-    out, _ = LINEAR_ATTENTION([_wide(query), _wide(key), _wide(value), log_decay], None)
+    out, _ = LINEAR_ATTENTION([query, key, value, log_decay], None)
     out = self.norm(out.to(value.dtype).flatten(2))
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
 

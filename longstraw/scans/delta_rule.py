@@ -9,7 +9,8 @@ A head holds a matrix `S` `[key width, value width]`. For every token, with `a_t
 arXiv 2405.21060) or one per key channel (Kimi Delta Attention, arXiv 2510.26692). Within a chunk the delta rule's
 corrections solve one triangular system (the UT transform of arXiv 2406.06484); between chunks only `S` is carried.
 
-Everything is computed in at least float32. Inputs are `[rows, tokens, heads, width]`; key heads may be fewer than value
+Everything is computed in at least float32; half types on CUDA go through the kernels of flash-linear-attention where it is
+installed. Inputs are `[rows, tokens, heads, width]`; key heads may be fewer than value
 heads, key head `h // (value heads / key heads)` serving value head `h`.
 """
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from longstraw.scans.library_kernels import library_kernel
 
 CHUNK = 64
 CHANNEL_CHUNK = 16
@@ -63,6 +66,9 @@ def empty_output(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tenso
 def _run(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
+    kernel = library_kernel(value, log_decay, beta)
+    if kernel is not None:
+        return kernel(query, key, value, log_decay, beta, state)
     tokens, heads = value.shape[1:3]
     dtype = torch.promote_types(value.dtype, torch.float32)
     by_channel = log_decay.dim() == 4
