@@ -185,9 +185,7 @@ def _backend_being_compiled_for() -> tuple[Callable[..., Any] | None, Any]:
     return found, options
 
 
-def trace_backward_inside(
-    backend: Backend, opaque_functions: Callable[[Any], Sequence[Substitution]]
-) -> Backend:
+def trace_backward_inside(backend: Backend, opaque_functions: Callable[[Any], Sequence[Substitution]]) -> Backend:
     """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it.
 
     Args:

@@ -225,7 +225,11 @@ def _random(*shape: int) -> Tensor:
 
 def _delta_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
     q, k, v = _random(2, 5, 2, 4), _random(2, 5, 2, 4), _random(2, 5, 2, 3)
-    return (q, k, v), {"g": -_random(2, 5, 2).abs(), "beta": _random(2, 5, 2).sigmoid(), "use_qk_l2norm_in_kernel": True}
+    return (q, k, v), {
+        "g": -_random(2, 5, 2).abs(),
+        "beta": _random(2, 5, 2).sigmoid(),
+        "use_qk_l2norm_in_kernel": True,
+    }
 
 
 def _channel_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,6 +22,7 @@ from longstraw.stages import ROWS, Carried, Dim, Layout, Rows, Tokens, has
 
 aten = torch.ops.aten
 
+
 @dataclass(frozen=True)
 class Scan:
     """A user's rule for a function that runs a recurrence over tokens: traced as one node, run span by span.
@@ -139,7 +140,9 @@ def padded_tokens(r: Reader, node: fx.Node, source: Layout) -> Layout | None:
     """Zeros before the first token or after the last; None when the padding leaves the token dim alone."""
     a = arguments(node)
     amounts = a["pad"]
-    places = [i for i in range(len(amounts) // 2) if any(isinstance(n, fx.Node) or n for n in amounts[2 * i : 2 * i + 2])]
+    places = [
+        i for i in range(len(amounts) // 2) if any(isinstance(n, fx.Node) or n for n in amounts[2 * i : 2 * i + 2])
+    ]
     d = len(source) - 1 - places[0] if places else None
     if d is None or len(places) != 1 or not has(source[d], Tokens):
         return None

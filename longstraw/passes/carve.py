@@ -271,7 +271,9 @@ class _Carver:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             before = self.step.layouts.get(source)
-            if before is not None and any(has(b, Tokens) and b != after for b, after in zip(before, layout, strict=True)):
+            if before is not None and any(
+                has(b, Tokens) and b != after for b, after in zip(before, layout, strict=True)
+            ):
                 return self._operand(node, source)  # what is before the first token is known to the op that reads it
         if name is aten.repeat:
             return self._repeat(node, layout)

@@ -88,7 +88,9 @@ class _Builder:
         places = [list(self.slots).index(x) for x in kept]
         programs = [self._program(self.mask_of[m], line) for m in masks]  # type: ignore[union-attr, index]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
-        self.sites.append(Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line, _module(node)))  # type: ignore[arg-type]
+        self.sites.append(
+            Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line, _module(node))
+        )  # type: ignore[arg-type]
         with self.graph.inserting_before(node):
             new = self.graph.call_function(
                 ops.attend,

@@ -51,9 +51,9 @@ class Boundaries:
         self._passing = None if keep else token
 
     def drop(self, token: int) -> None:
-        """Let go of the states before a token; the node's first stay."""
+        """Let go of the states before a token, if held; the node's first stay."""
         if token != self.start:
-            del self._at[token]
+            self._at.pop(token, None)
             self._passing = None if self._passing == token else self._passing
 
     def add_gradients(self, token: int, grads: Sequence[Tensor | None], dtype: torch.dtype) -> None:
