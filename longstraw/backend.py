@@ -123,8 +123,8 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
 
 
 _SHORT_ROW = 4
-"""Dynamo takes sizes of 1 for constants, and so the length of a row of very few tokens. There is nothing to save in such
-a row: its graph runs as it was traced."""
+"""Dynamo takes sizes of 1 for constants, and so the length of a row of very few tokens. There is nothing to save in
+such a row: its graph runs as it was traced."""
 
 PASSES: tuple[Callable[[Any], Any], ...] = (
     normalise,

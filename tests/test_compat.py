@@ -146,3 +146,42 @@ def test_autocast_state_restores_what_current_autocast_saw() -> None:
 
 def test_emit_artifact_costs_nothing_without_a_listener() -> None:
     compat.emit_artifact("longstraw_test", lambda: pytest.fail("rendered for nobody"))
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class Holder:
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_functions_are_traced_as_others_for_our_backends_only() -> None:
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    def tripled_method(self: Holder, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return doubled(x) + Holder().method(x)
+
+    def plain(gm: torch.fx.GraphModule, example_inputs: object) -> object:
+        return gm.forward
+
+    def ours(gm: torch.fx.GraphModule, example_inputs: object) -> object:
+        return gm.forward
+
+    method = Holder.method
+    substitutions = (
+        compat.Substitution(None, "doubled", doubled, tripled),
+        compat.Substitution(Holder, "method", method, tripled_method),
+    )
+    compat.trace_backward_inside(ours, lambda options: substitutions)
+    for backend, expected in ((plain, 4.0), (ours, 6.0), (plain, 4.0)):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, backend=backend)
+        assert float(compiled(torch.ones(()))) == expected
+        assert float(compiled(torch.ones(()))) == expected, "guards hold after the compilation"
+    assert Holder.method is method and float(doubled(torch.ones(()))) == 2.0

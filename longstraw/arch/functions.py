@@ -6,7 +6,6 @@ random inputs; one that computes something else is left alone, and the loop is t
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
@@ -295,7 +294,7 @@ _compared: dict[int, tuple[Function, bool]] = {}
 
 
 def opaque_functions(rules: Iterable[Any] = ()) -> list[Substitution]:
-    """Return the functions that are traced as another: of the rules given, and known ones of modules imported so far."""
+    """Return the functions that are traced as another: of the rules given, and known ones of imported modules."""
     found: dict[Function, Substitution] = {}
     for rule in rules:
         if isinstance(rule, Scan):
@@ -304,7 +303,9 @@ def opaque_functions(rules: Iterable[Any] = ()) -> list[Substitution]:
         pattern = re.compile(entry.module)
         *path, name = entry.name.split(".")
         for module in [m for known, m in list(sys.modules.items()) if pattern.fullmatch(known)]:
-            owner = functools.reduce(lambda at, part: getattr(at, part, None), path, module)
+            owner: Any = module
+            for part in path:
+                owner = getattr(owner, part, None)
             function = vars(owner).get(name) if owner is not None else None
             if inspect.isfunction(function) and function not in found and _agrees(function, entry):
                 found[function] = Substitution(owner, name, function, entry.traceable)

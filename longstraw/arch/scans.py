@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class Scan:
     """A user's rule for a function that runs a recurrence over tokens: traced as one node, run span by span.
 
-    `function(*inputs) -> output` takes tensors only: values `[rows, tokens, ...]` and weights (tensors of other shapes).
+    `function(*inputs) -> output` takes tensors only: values `[rows, tokens, ...]`, and weights of other shapes.
     `step` computes the same for a span, given the state that the tokens before it left.
 
     Attributes:
@@ -62,13 +62,14 @@ def may_mix(node: fx.Node) -> bool:
 
 
 def scanned(r: Reader, node: fx.Node, *, step: opaque.Step) -> tuple[Layout, Layout]:
-    """A library scan: inputs `[rows, tokens, ...]` or weights; returns the output and the state after the last token."""
+    """A library scan of values `[rows, tokens, ...]` and weights: its output, and the state after the last token."""
+    inputs: Any
     inputs, start = node.args
     if start is not None:
         r.unsupported(node, "it starts from a state that the model passes in, such as that of a cache")
     out, state = node.meta["val"]
     rows: Dim = ()
-    for x in inputs:  # type: ignore[union-attr]
+    for x in inputs:
         layout = r.operand(node, x)
         if not any(has(dim, Tokens) or has(dim, Rows) for dim in layout):
             continue
@@ -80,10 +81,15 @@ def scanned(r: Reader, node: fx.Node, *, step: opaque.Step) -> tuple[Layout, Lay
         rows = rows or first
     if any(user.args[1] == 1 for user in node.users):
         r.unsupported(node, "its state after the last token leaves the model")
-    r.carries[node] = Carried(step, lambda n: tuple(n.args[0]), _sizes_of(state), state.dtype, pair=True)
+    r.carries[node] = Carried(step, _first_argument, _sizes_of(state), state.dtype, pair=True)
     plain = [() if size == (1, 1) else (size,) for size in r.sizes.shape(out)[2:]]
     kept = [() if size == (1, 1) else (size,) for size in r.sizes.shape(state)[1:]]
     return (rows, (r.sizes.full,), *plain), (rows, *kept)
+
+
+def _first_argument(node: fx.Node) -> tuple[Any, ...]:
+    inputs: Any = node.args[0]
+    return tuple(inputs)
 
 
 def _is_whole(r: Reader, factor: Any) -> bool:

@@ -73,8 +73,9 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
             error = StaticTokens(
                 f"The number of tokens of a row was traced as the constant {tokens}.",
                 where=user_line(node.meta.get("stack_trace")),
-                remedy="The model's code turns the length into a Python number or loops over tokens, as recurrent models "
-                "do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay symbolic.",
+                remedy="The model's code turns the length into a Python number or loops over tokens, as recurrent "
+                "models do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay "
+                "symbolic.",
             )
             error.tokens = int(tokens)
             raise error

@@ -82,19 +82,20 @@ class _Builder:
 
     def replace(self, node: fx.Node) -> None:
         """Turn one attention into its stateful form."""
-        query, key, value, masks, causal, scale, score, score_inputs, sink = node.args
+        parts: Any = node.args
+        query, key, value, masks, causal, scale, score, score_inputs, sink = parts
         line = user_line(node.meta.get("stack_trace"))
-        kept = [self._state(x, line) for x in (key, value)]  # type: ignore[arg-type]
+        kept = [self._state(x, line) for x in (key, value)]
         places = [list(self.slots).index(x) for x in kept]
-        programs = [self._program(self.mask_of[m], line) for m in masks]  # type: ignore[union-attr, index]
+        programs = [self._program(self.mask_of[m], line) for m in masks]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
         self.sites.append(
             Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line, _module(node))
-        )  # type: ignore[arg-type]
+        )
         with self.graph.inserting_before(node):
             new = self.graph.call_function(
                 ops.attend,
-                (self.span, len(self.sites) - 1, query, *kept, tuple(score_inputs), sink),  # type: ignore[arg-type]
+                (self.span, len(self.sites) - 1, query, *kept, tuple(score_inputs), sink),
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
@@ -116,7 +117,7 @@ class _Builder:
             after = self.graph.call_function(operator.getitem, (both, 1))
         value = node.meta["val"][0] if carried.pair else node.meta["val"]
         layout = node.meta["layout"][0] if carried.pair else node.meta["layout"]
-        keep = {k: node.meta[k] for k in ("stack_trace", "autocast") if k in node.meta}
+        keep: dict[str, Any] = {k: node.meta[k] for k in ("stack_trace", "autocast") if k in node.meta}
         both.meta, after.meta = {**keep, "layout": None}, {**keep, "layout": None}
         out.meta = {**node.meta, "val": value, "layout": layout}
         for user in list(node.users):

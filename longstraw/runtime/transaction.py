@@ -258,8 +258,8 @@ class BranchRun:
     def forward(self, *, keep: bool) -> list[Tensor]:
         """Capture and score every row; return the results.
 
-        `keep` retains for backward the shared prompt's state, and the graphs of its last tokens and of as many responses
-        as need less than a span together: these need not run again.
+        `keep` retains for backward the shared prompt's state, and the graphs of its last tokens and of as many
+        responses as need less than a span together: these need not run again.
         """
         results = [self._empty_result(i) for i in range(len(self.branch.segment.results))]
         if keep:

@@ -9,8 +9,8 @@ A head holds a matrix `S` `[key width, value width]`. For every token, with `a_t
 arXiv 2405.21060) or one per key channel (Kimi Delta Attention, arXiv 2510.26692). Within a chunk the delta rule's
 corrections solve one triangular system (the UT transform of arXiv 2406.06484); between chunks only `S` is carried.
 
-Everything is computed in at least float32; half types on CUDA go through the kernels of flash-linear-attention where it is
-installed. Inputs are `[rows, tokens, heads, width]`; key heads may be fewer than value
+Everything is computed in at least float32; half types on CUDA go through the kernels of flash-linear-attention where
+it is installed. Inputs are `[rows, tokens, heads, width]`; key heads may be fewer than value
 heads, key head `h // (value heads / key heads)` serving value head `h`.
 """
 
@@ -35,7 +35,8 @@ def gated_delta_rule(
     Args:
         query, key: `[rows, tokens, key_heads, key_width]`, queries scaled already.
         value: `[rows, tokens, heads, value_width]`.
-        log_decay: `[rows, tokens, heads]`, or `[rows, tokens, heads, key_width]` for a decay of each channel; at most 0.
+        log_decay: `[rows, tokens, heads]`, or `[rows, tokens, heads, key_width]` for a decay of each channel;
+            at most 0.
         beta: `[rows, tokens, heads]`, how much of the old value is replaced.
         state: `[rows, heads, key_width, value_width]` before the span.
 

@@ -35,7 +35,8 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """Run the selective state space of Gu and Dao 2023 (arXiv 2312.00752) over a span of tokens.
 
-    `h_t = exp(step_t rate) h_{t-1} + step_t x_t write_t`, `y_t = h_t read_t`: every channel has `width` numbers of state.
+    `h_t = exp(step_t rate) h_{t-1} + step_t x_t write_t` and `y_t = h_t read_t`: a channel has `width` numbers of
+    state.
 
     Args:
         x, step: `[rows, tokens, channels]`.

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Callable, Callable, Callable[[int], Inputs], tuple[int, .
 
 
 def run(function: Callable, inputs: Inputs, state: Tensor, cuts: list[int]) -> tuple[Tensor, Tensor, Inputs]:
-    """Run a scan in pieces; return the output, the last state and the gradient of every input and of the first state."""
+    """Run a scan in pieces; return the output, the last state, and the gradients of all inputs and the first state."""
     leaves = [x.clone().requires_grad_() for x in (*inputs, state)]
     *values, last = leaves
     tokens, outs = inputs[0].shape[1], []
