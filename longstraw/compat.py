@@ -133,7 +133,7 @@ def _substituted(substitutions: Sequence[Substitution]) -> Iterator[None]:
     wrappers = []  # Dynamo keeps them by identity: they must live as long
     try:
         for s in functions:
-            replace = torch.compiler.substitute_in_graph(s.function, skip_signature_check=True)  # type: ignore[arg-type]
+            replace = torch.compiler.substitute_in_graph(s.function, skip_signature_check=True)
             wrappers.append(replace(s.traceable))
         for s in methods:
             setattr(s.owner, s.name, s.traceable)
@@ -185,7 +185,9 @@ def _backend_being_compiled_for() -> tuple[Callable[..., Any] | None, Any]:
     return found, options
 
 
-def trace_backward_inside(backend: Backend, opaque_functions: Callable[[Any], Sequence[Substitution]]) -> Backend:
+def trace_backward_inside(
+    backend: Backend, opaque_functions: Callable[[Any], Sequence[Substitution]] = lambda options: ()
+) -> Backend:
     """Let steps that call `backward()` be traced whole when they are compiled for `backend`; return it.
 
     Args:
