@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw import backend
+from longstraw import backend, explain
 from longstraw.runtime import transaction
 from tests.models import zoo
 from tests.steps import STEPS
@@ -104,3 +104,38 @@ def test_logits_of_a_span_are_never_alive(live: Live, monkeypatch: pytest.Monkey
     model = zoo.build("llama", vocab_size=vocab)
     peak(live, compiled(span_tokens=span), model, STEP.inputs(model, prompt=8, response=span, group=1))
     assert (live.largest < span // 2 * vocab * 8) == tiled
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_peak_with_boundary_states_does_not_depend_on_the_group(live: Live, name: str) -> None:
+    model = zoo.build(name)
+    step = compiled(span_tokens=16)
+    prompt, response = 48, 16
+    peaks = [peak(live, step, model, STEP.inputs(model, prompt=prompt, response=response, group=g)) for g in (2, 8)]
+    added = (peaks[1] - peaks[0]) / 6
+    assert added < 16 * 8 * (prompt + response)
+    assert added < response * WIDTH * 8
+
+
+def test_peak_of_a_recurrent_model_grows_with_the_prompt_by_saved_boundary_states(live: Live) -> None:
+    model = zoo.build("mamba2", layers=1)
+    program = explain(STEP.function, model, **STEP.inputs(model)).programs[0]
+    state = sum(carry.num_bytes for carry in program.step.branches[0].carries)
+    assert not program.step.branches[0].slots
+    span, prompts = 16, (64, 160)
+    slopes = {}
+    for every in (1, 1000):
+        step = compiled(span_tokens=span, boundary_every=every)
+        peaks = [peak(live, step, model, STEP.inputs(model, prompt=p, response=8, group=2)) for p in prompts]
+        slopes[every] = (peaks[1] - peaks[0]) / (prompts[1] - prompts[0])
+    ids = 16 * 8  # a few numbers for every token: ids, positions, and copies of them
+    assert state / span <= slopes[1] <= state / span + ids
+    # States that are computed anew are held from the first to the last span while the last ones are unwound.
+    assert slopes[1000] <= state / span + ids
+
+
+def test_thinned_boundary_states_take_less(live: Live) -> None:
+    model = zoo.build("mamba2", layers=1)
+    inputs = STEP.inputs(model, prompt=256, response=8, group=2)
+    peaks = [peak(live, compiled(span_tokens=8, boundary_every=n), model, inputs) for n in (1, 8)]
+    assert peaks[1] < 0.7 * peaks[0]

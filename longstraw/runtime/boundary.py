@@ -47,7 +47,7 @@ class Boundaries:
         """Hold the states before a token; without `keep` only until the next are saved."""
         if self._passing is not None:
             del self._at[self._passing]
-        self._at[token] = tuple(states)
+        self._at[token] = tuple(_own(state) for state in states)
         self._passing = None if keep else token
 
     def drop(self, token: int) -> None:
@@ -75,3 +75,8 @@ class Boundaries:
         held = [t for token, states in self._at.items() if token != self.start for t in states]
         held += [grad for grads in self._grads.values() for grad in grads if grad is not None]
         return sum(t.numel() * t.element_size() for t in held)
+
+
+def _own(state: Tensor) -> Tensor:
+    """Return a state in memory of its own: a view, such as the last tokens of a span, would keep the whole alive."""
+    return state.clone() if state.untyped_storage().nbytes() > state.numel() * state.element_size() else state

@@ -5,7 +5,7 @@ A head holds a matrix `S` `[key width, value width]`. For every token, with `a_t
     linear attention    S_t = a_t S_{t-1} + k_t v_t^T                              o_t = q_t S_t
     gated delta rule    S_t = a_t S_{t-1} + b_t k_t (v_t - (a_t S_{t-1})^T k_t)^T  o_t = q_t S_t
 
-`a_t` is one number per head (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464; Mamba-2, Dao and Gu 2024,
+`a_t` is one number per head (Gated DeltaNet, Yang et al. 2024, arXiv 2412.06464; state space duality, Dao and Gu 2024,
 arXiv 2405.21060) or one per key channel (Kimi Delta Attention, arXiv 2510.26692). Within a chunk the delta rule's
 corrections solve one triangular system (the UT transform of arXiv 2406.06484); between chunks only `S` is carried.
 
