@@ -71,25 +71,41 @@ class Pretrained:
         return self.tokenizer.decode(ids).encode()
 
 
-def load_model(path):
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 65536,
+}
+MODEL_TYPES = {
+    "qwen3": SMALL,
+    # three layers of gated delta rule and convolution, one of attention
+    "qwen3_5_text": SMALL
+    | {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "tie_word_embeddings": False,
+    },
+}
+ALIASES = {"qwen3_5": "qwen3_5_text"}
+
+
+def load_model(path, model_type="qwen3"):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # that no fast kernels for the CPU are installed
     if path:
-        from transformers import AutoModelForCausalLM
-
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=65536,
-    )
-    return Qwen3ForCausalLM(config).train()
+    name = ALIASES.get(model_type, model_type)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODEL_TYPES[name])).train()
 
 
 def load_text():
@@ -111,7 +127,8 @@ def sample(model, prompt, *, group, length, stops):
     cached = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
     for ids in prompt.split(1024, dim=1):
         logits = model(input_ids=ids, logits_to_keep=1, **cached).logits
-    cache.batch_repeat_interleave(group)
+    for layer in cache.layers:
+        repeat(layer, group)
     logits = logits.expand(group, -1, -1)
     ids, mask, logp = (torch.zeros(group, length, dtype=dtype) for dtype in (torch.long, torch.float, torch.float))
     alive = torch.ones(group, dtype=torch.bool)
@@ -128,6 +145,15 @@ def sample(model, prompt, *, group, length, stops):
             logits = model(input_ids=token, **cached).logits
     torch.set_num_threads(threads)
     return ids, mask, logp
+
+
+def repeat(layer, group):
+    """Give every row of a layer's cache to `group` responses: keys and values, or states of a fixed size."""
+    for states in (getattr(layer, name, None) for name in ("conv_states", "recurrent_states")):
+        for key in states or ():
+            states[key] = None if states[key] is None else states[key].repeat_interleave(group, 0)
+    if getattr(layer, "keys", None) is not None:
+        layer.batch_repeat_interleave(group)
 
 
 def reward(response, truth):
@@ -208,7 +234,7 @@ def limit_memory(num_bytes):
 def worker(side, folder, args):
     """Take the step at every length; write loss and gradients to `folder`, one line of JSON per length to stdout."""
     torch.set_num_threads(args.threads)
-    model = load_model(args.model)
+    model = load_model(args.model, args.model_type)
     run = torch.compile(step, backend="longstraw") if side == "longstraw" else step
 
     def once(inputs):
@@ -260,10 +286,16 @@ def run_worker(side, folder, args, bar):
 
 
 def largest_difference(folder, num_prompt):
-    """Largest relative L2 difference of a parameter's gradient between the two sides."""
+    """Largest relative L2 difference of a parameter's gradient between the two sides.
+
+    In float32 a gradient that nearly vanishes is rounding noise on either side (the decay of a head that forgets at
+    once): below 1e-4 of the largest one a gradient is measured against that.
+    """
     eager, ours = (torch.load(folder / f"{side}-{num_prompt}.pt") for side in SIDES)
     assert eager.keys() == ours.keys()
-    return max(((ours[name] - g).norm() / g.norm()).item() for name, g in eager.items() if g is not None)
+    norms = {name: g.norm().item() for name, g in eager.items() if g is not None}
+    floor = 1e-4 * max(norms.values())
+    return max((ours[name] - eager[name]).norm().item() / max(norm, floor) for name, norm in norms.items())
 
 
 def print_table(records, differences, args):
@@ -352,6 +384,9 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short prompts, for CI")
     parser.add_argument("--model", metavar="PATH", help="a local checkpoint instead of the small random Qwen3")
+    parser.add_argument(
+        "--model-type", choices=[*MODEL_TYPES, *ALIASES], default="qwen3", help="which small random model"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", help="prompt lengths, the last one too long for eager")
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory that either side may add to its baseline")
     parser.add_argument("--group", type=int, default=8, help="responses per prompt")
@@ -377,7 +412,7 @@ def main(argv):
     torch.set_num_threads(args.threads)
     tokeniser = Pretrained(args.model) if args.model else Bytes()
     tokens = tokeniser.encode(load_text())
-    model = load_model(args.model)
+    model = load_model(args.model, args.model_type)
     longest = args.lengths[-1] + args.response
     assert len(tokens) >= longest, f"the text has {len(tokens)} tokens, {longest} are needed"
     records = {}
