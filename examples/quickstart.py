@@ -105,7 +105,11 @@ def load_model(path, model_type="qwen3"):
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     torch.manual_seed(0)
     name = ALIASES.get(model_type, model_type)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODEL_TYPES[name])).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **MODEL_TYPES[name])).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            parameter.data.fill_(-4.0)  # heads that remember for a hundred tokens: fresh ones forget at once
+    return model
 
 
 def load_text():
