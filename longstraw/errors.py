@@ -113,8 +113,9 @@ def user_line(stack_trace: str | None, *, own: bool = True) -> str:
         own: prefer the innermost frame; False takes the outermost (the line of the user's step).
     """
     frames = list(_FRAME.finditer(stack_trace or ""))
-    library = f"{os.sep}torch{os.sep}"  # functions of torch itself, such as F.pad, are nobody's source line
-    frames = [frame for frame in frames if library not in frame["file"]] or frames
+    # Functions of torch itself, such as F.pad, and what is traced in place of a model's functions are nobody's line.
+    libraries = (f"{os.sep}torch{os.sep}", os.path.dirname(__file__) + os.sep)
+    frames = [frame for frame in frames if not any(library in frame["file"] for library in libraries)] or frames
     if not frames:
         return ""
     frame = frames[-1] if own else frames[0]

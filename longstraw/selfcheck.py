@@ -103,7 +103,7 @@ def _outputs_and_gradients(run: Callable[..., Any], inputs: Sequence[Any]) -> li
     outputs = [x for x in pytree.tree_leaves(run(*leaves)) if isinstance(x, Tensor)]
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     differentiable = [x for x in outputs if x.requires_grad]
-    grads: Sequence[Tensor | None] = ()
+    grads: Sequence[Tensor | None] = [None] * len(wanted)
     if differentiable and wanted:
         total = torch.stack([x.double().sum() for x in differentiable]).sum()
         grads = torch.autograd.grad(total, wanted, allow_unused=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.errors import LongstrawError
+from tests import small
 from tests.equality import assert_equal, compare
 from tests.models import zoo
 from tests.steps import STEPS, Step, equal_responses, repeat_prompt, response_logp, selected_logp
@@ -238,3 +239,16 @@ def test_state_is_captured_again_after_an_optimizer_step() -> None:
             losses[kind].append(loss.item())
     assert len(set(losses["eager"])) == 3
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=1e-10)
+
+
+def test_a_cast_that_changes_nothing_under_no_grad_keeps_the_gradient() -> None:
+    """The trace takes the cast for the parameter itself wherever that is used later."""
+
+    def with_norm(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            norm = sum(p.double().contiguous().square().sum() for p in model.parameters())
+        return small.step(model, prompt, responses, weights) / norm
+
+    torch._dynamo.reset()
+    small.assert_same(small.Tiny(), *small.inputs(), function=with_norm)
+    small.assert_same(small.Tiny(), *small.inputs(), function=with_norm, check="numbers")

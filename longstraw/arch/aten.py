@@ -142,6 +142,10 @@ def sliced(r: Reader, node: fx.Node) -> Layout:
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
     dim = source[d]
+    if not (has(dim, Tokens) or has(dim, Rows)) and not r.sizes.is_static(r.shape(node)[d]):
+        r.unsupported(
+            node, "it cuts a trained table to the number of tokens: look positions up with F.embedding instead"
+        )
     if not (has(dim, Tokens) or has(dim, Rows)) or r.shape(node)[d] == r.sizes.of_dim(dim):
         size = r.shape(node)[d]
         return (

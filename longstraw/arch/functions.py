@@ -219,7 +219,7 @@ def no_fused_kernel(*args: Any, **kwargs: Any) -> None:
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
 
 
 def _delta_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -314,10 +314,11 @@ def opaque_functions(rules: Iterable[Any] = ()) -> list[Substitution]:
 
 def _plain(rule: Scan) -> Function:
     """Return what is traced in place of a rule's function, as a plain function: Dynamo takes no bound method."""
-    target = rule.target
+    target, names = rule.target, list(inspect.signature(rule.function).parameters)
 
-    def traceable(*inputs: Tensor) -> Tensor:
-        found: Tensor = target(list(inputs), None)[0]
+    def traceable(*inputs: Tensor, **named: Tensor) -> Tensor:
+        ordered = [*inputs, *(named[name] for name in names[len(inputs) :])]
+        found: Tensor = target(ordered, None)[0]
         return found
 
     return traceable
@@ -335,11 +336,12 @@ def _agrees(function: Function, entry: Opaque) -> bool:
 
 def _same_numbers(function: Function, entry: Opaque) -> bool:
     assert entry.sample is not None
-    args, kwargs = entry.sample()
     try:
-        with torch.no_grad():
+        # Whatever the caller's autocast and default device are.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            args, kwargs = entry.sample()
             results = [f(*args, **kwargs) for f in (function, entry.traceable)]
+            one, other = (x[0] if isinstance(x, tuple) else x for x in results)
+            return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-3, atol=1e-4)
     except Exception:
         return False
-    one, other = (x[0] if isinstance(x, tuple) else x for x in results)
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-3, atol=1e-4)

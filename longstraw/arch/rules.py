@@ -190,8 +190,9 @@ class Reader:
         raise MixesTokens(
             f"{op_name(node)} mixes tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
-            remedy="Attention is the one op across tokens whose state is known: keep this computation out of the "
-            "compiled step. If the op does keep tokens apart, say so with Options(rules=(Rule(op, layout),)).",
+            remedy="The ops across tokens whose state is known are attention, causal convolutions, running sums and "
+            "listed recurrences; put one of your own in a function and name it with Options(rules=(longstraw.Scan(...),)). "
+            "If the op does keep tokens apart, say so with a longstraw.Rule.",
         )
 
     def mixes_rows(self, node: fx.Node, what: str) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
 from longstraw.compat import expression
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
+from longstraw.scans.opaque import NAMESPACE
 from longstraw.stages import ROWS, Carried, Dim, Layout, Rows, Tokens, has
 
 aten = torch.ops.aten
@@ -33,7 +35,8 @@ class Scan:
     Attributes:
         function: the function as the model calls it, found by identity.
         step: `(*inputs, state) -> (output [rows, tokens, ...], state after [rows, ...])`, differentiable.
-        state: `(*inputs) -> the state before the first token`, `[rows, ...]`, of a size that doesn't depend on tokens.
+        state: `(*inputs) -> the state before the first token`: zeros `[rows, ...]`, of a size that doesn't depend on
+            tokens.
         output: `(*inputs) -> a tensor like the output`; by default it is like the first input.
     """
 
@@ -45,20 +48,68 @@ class Scan:
     @functools.cached_property
     def target(self) -> Any:
         """The library op that stands for the function in graphs."""
-        name = f"{self.function.__name__.strip('_')}_{next(_numbers)}"
+        name = re.sub(r"\W", "", f"{self.function.__name__.strip('_')}_{next(_numbers)}")
         return opaque.library_op(name, self.step, output=self.output, state=self.state)
 
     def layout(self, reader: Reader, node: fx.Node) -> Any:
         """Its layout rule."""
+        self._check(reader, node)
         return scanned(reader, node, step=self.step)
+
+    def _check(self, reader: Reader, node: fx.Node) -> None:
+        """Refuse a rule that contradicts itself, tried on small random inputs."""
+        values: Any = node.args[0]
+        inputs = [_small(reader, x) for x in values]
+        try:
+            with torch.no_grad():
+                start = self.state(*inputs)
+                out, last = self.step(*inputs, start)
+                like = self.output(*inputs)
+        except Exception as error:
+            reader.unsupported(node, f"its rule fails on small inputs ({type(error).__name__}: {error})")
+        rows = next(
+            (x.shape[0] for x, v in zip(inputs, values, strict=True) if x.shape[:1] != v.meta["val"].shape[:1]), 1
+        )
+        if start.dim() == 0 or start.shape[0] != rows:
+            reader.unsupported(
+                node, f"the rule's state has no dim of rows in front: {tuple(start.shape)} for {rows} rows"
+            )
+        if bool(start.any()) or self.state(*(x.requires_grad_(x.is_floating_point()) for x in inputs)).requires_grad:
+            reader.unsupported(
+                node, "the rule's state before the first token isn't zero: add what is learned to the inputs"
+            )
+        if last.shape != start.shape or last.dtype != start.dtype:
+            reader.unsupported(
+                node,
+                f"the rule's step returns a state {tuple(last.shape)} of {last.dtype}, and its state is "
+                f"{tuple(start.shape)} of {start.dtype}",
+            )
+        if out.shape != like.shape or out.dtype != like.dtype:
+            reader.unsupported(
+                node,
+                f"the rule's step returns an output {tuple(out.shape)} of {out.dtype}, and its output is "
+                f"{tuple(like.shape)} of {like.dtype}",
+            )
 
 
 _numbers = itertools.count()
+_FEW_ROWS, _FEW_TOKENS = 2, 3
+
+
+def _small(r: Reader, node: fx.Node) -> Tensor:
+    """Return a random value like an operand, of few rows and tokens, on the CPU."""
+    value = node.meta["val"]
+    few = {r.sizes.rows: _FEW_ROWS, r.sizes.tokens: _FEW_TOKENS}
+    shape = [probe[0] if r.sizes.is_static(probe) else few.get(probe, 1) for probe in r.shape(node)]
+    generator = torch.Generator().manual_seed(0)
+    if value.is_floating_point():
+        return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.dtype)
+    return torch.zeros(shape, dtype=value.dtype, device="cpu")
 
 
 def may_mix(node: fx.Node) -> bool:
     """Return whether an op is a mixing op with boundary state, if it runs over tokens."""
-    return packet(node.target) is aten.conv1d or getattr(node.target, "namespace", "") == opaque.NAMESPACE
+    return packet(node.target) is aten.conv1d or getattr(node.target, "namespace", "") == NAMESPACE
 
 
 def scanned(r: Reader, node: fx.Node, *, step: opaque.Step) -> tuple[Layout, Layout]:
@@ -155,6 +206,8 @@ def padded_tokens(r: Reader, node: fx.Node, source: Layout) -> Layout | None:
     token = source[d][0]
     if len(source[d]) != 1 or not isinstance(token, Tokens):
         r.unsupported(node, "it pads a dim of rows and tokens")
+    if not _is_whole(r, token):
+        r.unsupported(node, "it pads a part of the tokens, or tokens that are padded already")
     if a.get("mode", "constant") != "constant" or a["value"] not in (None, 0, 0.0):
         r.unsupported(node, "it pads tokens with something else than zeros")
     before, after = (expression(n.meta["val"] if isinstance(n, fx.Node) else n) for n in _pair(amounts, places[0]))
@@ -178,7 +231,11 @@ def summed(r: Reader, node: fx.Node, source: Layout, d: int) -> Layout:
     sizes = [size for i, size in enumerate(value.shape) if i not in (0, d)]
     dtype = torch.promote_types(value.dtype, torch.float32)
     r.carries[node] = Carried(
-        short_conv.running_sum, lambda n: (n.args[0], d), tuple(int(size) for size in sizes), dtype, pair=False
+        short_conv.running_sum,
+        lambda n: (n.args[0], d, value.dtype),
+        tuple(int(size) for size in sizes),
+        dtype,
+        pair=False,
     )
     return source
 

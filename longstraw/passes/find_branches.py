@@ -25,6 +25,7 @@ from longstraw.arch.rules import arguments, op_name, packet, tensors
 from longstraw.arch.scans import may_mix
 from longstraw.compat import expression
 from longstraw.errors import StaticTokens, UnsupportedOp, user_line
+from longstraw.scans.opaque import NAMESPACE
 from longstraw.stages import Branched, Input, Normalised, Sizes
 
 aten = torch.ops.aten
@@ -55,6 +56,10 @@ def _entries(graph: fx.Graph) -> Any:
         if node.target is ops.attention:
             shape = node.args[0].meta["val"].shape
             yield node, shape[0], shape[2]
+        elif getattr(node.target, "namespace", "") == NAMESPACE:
+            inputs: Any = node.args[0]
+            shape = inputs[0].meta["val"].shape
+            yield node, shape[0], shape[1]
         elif packet(node.target) is aten.embedding:
             shape = arguments(node)["indices"].meta["val"].shape
             if len(shape) == 2:
@@ -66,8 +71,8 @@ def _mixes(node: fx.Node) -> bool:
 
 
 def _find_sizes(graph: fx.Graph) -> Sizes:
-    """Return the sizes of rows and tokens, told by attention, or by the token embedding when nothing attends."""
-    entries = sorted(_entries(graph), key=lambda e: e[0].target is not ops.attention)
+    """Return the sizes of rows and tokens, told by a mixing op, or by the token embedding when there is none."""
+    entries = sorted(_entries(graph), key=lambda e: packet(e[0].target) is aten.embedding)
     for node, rows, tokens in entries:
         if not expression(tokens).free_symbols:
             error = StaticTokens(

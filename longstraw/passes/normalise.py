@@ -198,7 +198,10 @@ def _resolve_modes(graph: fx.Graph) -> None:
         else:
             node.meta["autocast"] = tuple(casts)
             if not grad and node.op == "call_function":
-                frozen.append(node)
+                if _is_its_operand(node):
+                    node.replace_all_uses_with(node.args[0])
+                else:
+                    frozen.append(node)
             continue
         node.replace_all_uses_with(None) if not node.users else None
     for node in reversed(list(graph.nodes)):
@@ -220,6 +223,25 @@ def _resolve_modes(graph: fx.Graph) -> None:
         cut.meta = dict(node.meta)
         for user in outside:
             user.replace_input_with(node, cut)
+
+
+def _is_its_operand(node: fx.Node) -> bool:
+    """Return whether an op hands back its operand itself, gradient and all: under no_grad, too.
+
+    The trace then takes this node for the operand wherever it is used later, also outside of no_grad.
+    """
+    name, operands = packet(node.target), tensors(node.args)
+    if not operands:
+        return False
+    before = operands[0].meta["val"]
+    if name is aten.to:
+        copy = arguments(node).get("copy")
+        return not copy and before.dtype == node.meta["val"].dtype and before.device == node.meta["val"].device
+    if name is aten.contiguous:
+        return bool(before.is_contiguous())
+    if name in (aten.dropout, aten.feature_dropout, aten.alpha_dropout):
+        return not (arguments(node)["p"] and arguments(node)["train"])
+    return False
 
 
 # --- no-ops -----------------------------------------------------------------------------------------------------------

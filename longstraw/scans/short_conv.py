@@ -27,16 +27,17 @@ def causal_conv(
     return out, joined[..., joined.shape[-1] - tail.shape[-1] :]
 
 
-def running_sum(x: Tensor, dim: int, total: Tensor) -> tuple[Tensor, Tensor]:
+def running_sum(x: Tensor, dim: int, dtype: torch.dtype, total: Tensor) -> tuple[Tensor, Tensor]:
     """Sum along tokens.
 
     Args:
         x: the span, tokens along `dim`.
         dim: the token dim.
-        total: the sum before the span, of `x`'s shape without `dim`.
+        dtype: of the result.
+        total: the sum before the span, of `x`'s shape without `dim`, in at least float32.
 
     Returns:
         The sums up to each token, and the last one.
     """
-    out = x.cumsum(dim, dtype=torch.promote_types(x.dtype, total.dtype)) + total.unsqueeze(dim)
-    return out.to(x.dtype), out.select(dim, -1)
+    out = x.cumsum(dim, dtype=torch.promote_types(dtype, total.dtype)) + total.unsqueeze(dim)
+    return out.to(dtype), out.select(dim, -1)

@@ -330,3 +330,90 @@ def test_explain_lists_boundary_states() -> None:
     assert "layers.{0, 1, 2}.linear_attn" in text or "layers.{0-2}.linear_attn" in text or "linear_attn" in text
     assert "4 x 16 x 16 = 1024 numbers of gated_delta_rule" in text
     assert "128 x 3 = 384 numbers of causal_conv" in text
+
+
+class Mixed(Tiny):
+    """A mix of tokens before attention, so that the first tokens matter too."""
+
+    mix: Callable[[Mixed, Tensor], Tensor]
+
+    def __init__(self, mix: Callable[[Mixed, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+        self.conv, self.bias = nn.Conv1d(16, 16, 4, groups=16).double(), nn.Parameter(torch.randn(16, 1).double())
+        self.learned = nn.Parameter(torch.randn(16).double())
+        self.positions = nn.Parameter(torch.randn(1, 64, 16).double())
+
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(x + torch.tanh(self.mix(self, x)))
+
+
+EXACT: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
+    "padded convolution": lambda m, x: m.conv(F.pad(x.transpose(1, 2), (3, 0))).transpose(1, 2),
+    "padding wider than the kernel": lambda m, x: m.conv(F.pad(x.mT, (5, 0)))[..., 2:].mT,
+    "running sum": lambda m, x: x.cumsum(1),
+    "running sum of bools in another dtype": lambda m, x: x * (x > 0).cumsum(1, dtype=torch.float64),
+    "known scan": lambda m, x: leaky(x, m.learned),
+}
+WRONG: dict[str, Callable[[Mixed, Tensor], Tensor]] = {
+    "a convolution's output padded": lambda m, x: F.pad(m.conv(x.mT), (3, 0)).mT,
+    "zeros in place of the first token": lambda m, x: F.pad(x[:, 1:], (0, 0, 1, 0)),
+    "padding that is no longer zero": lambda m, x: m.conv(F.pad(F.pad(x.mT, (1, 0)) + m.bias, (2, 0))).mT,
+    "a token shift": lambda m, x: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "a convolution that sees the next token": lambda m, x: m.conv(F.pad(x.mT, (2, 1))).mT,
+    "a table cut to the row": lambda m, x: x + m.positions[:, : x.shape[1]],
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_mixes_before_attention_is_exact(name: str) -> None:
+    torch._dynamo.reset()
+    assert_same(Mixed(EXACT[name]), *inputs(), rules=(LEAKY,))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_causal_or_starts_elsewhere_is_refused(name: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError):
+        assert_same(Mixed(WRONG[name]), *inputs())
+
+
+def started(x: Tensor, rate: Tensor) -> Tensor:
+    return leaky_step(x, rate, rate.expand(x.shape[0], -1))[0]
+
+
+BAD_RULES = {
+    "isn't zero": longstraw.Scan(started, leaky_step, state=lambda x, rate: rate.expand(x.shape[0], -1)),
+    "no dim of rows": longstraw.Scan(started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[2])),
+    "returns a state": longstraw.Scan(
+        started, lambda *a: (leaky_step(*a)[0], a[-1][:1]), state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2])
+    ),
+    "returns an output": longstraw.Scan(
+        started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]), output=lambda x, rate: rate
+    ),
+    "fails on small inputs": longstraw.Scan(started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], 99)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_RULES)
+def test_a_scan_that_contradicts_itself_is_refused(message: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match=message):
+        assert_same(Mixed(lambda m, x: started(x, m.learned)), *inputs(), rules=(BAD_RULES[message],))
+
+
+def test_the_callers_autocast_does_not_decide_which_functions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mamba2 import modeling_mamba2
+
+    from longstraw.arch import functions
+
+    monkeypatch.setattr(functions, "_compared", {})
+    entry = next(e for e in functions.FUNCTIONS if e.name == "mamba2_chunk_scan")
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        assert functions._agrees(modeling_mamba2.mamba2_chunk_scan, entry)
+
+
+@pytest.mark.parametrize(("name", "kind"), [(HYBRID, "old_policy_inside"), ("mamba2", "inputs_embeds")])
+def test_steps_that_tell_branches_or_sizes_in_another_way(name: str, kind: str) -> None:
+    model = zoo.build(name)
+    assert_equal(compare(STEPS[kind], model, STEPS[kind].inputs(model), options={"span_tokens": 7}), rtol=1e-10)

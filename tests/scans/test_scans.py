@@ -164,8 +164,8 @@ def test_causal_conv_equals_padding_on_the_left(dilation: int, cuts: list[int]) 
 
 def test_running_sum_continues() -> None:
     x = random(2, 7, 3)
-    first, total = short_conv.running_sum(x[:, :4], 1, x.new_zeros(2, 3))
-    second, total = short_conv.running_sum(x[:, 4:], 1, total)
+    first, total = short_conv.running_sum(x[:, :4], 1, x.dtype, x.new_zeros(2, 3))
+    second, total = short_conv.running_sum(x[:, 4:], 1, x.dtype, total)
     torch.testing.assert_close(torch.cat([first, second], 1), x.cumsum(1))
     torch.testing.assert_close(total, x.sum(1))
 
