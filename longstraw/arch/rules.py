@@ -191,7 +191,8 @@ class Reader:
             f"{op_name(node)} mixes tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
             remedy="The ops across tokens whose state is known are attention, causal convolutions, running sums and "
-            "listed recurrences; put one of your own in a function and name it with Options(rules=(longstraw.Scan(...),)). "
+            "listed recurrences; put one of your own in a function and name it with "
+            "Options(rules=(longstraw.Scan(...),)). "
             "If the op does keep tokens apart, say so with a longstraw.Rule.",
         )
 
