@@ -161,8 +161,8 @@ def shift(hidden: Tensor) -> Tensor:
     return hidden + torch.roll(hidden, 1, 1)
 
 
-def running_sum(hidden: Tensor) -> Tensor:
-    return hidden + hidden.cumsum(1)
+def running_product(hidden: Tensor) -> Tensor:
+    return hidden + hidden.cumprod(1)
 
 
 def pad_and_cut(hidden: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ def softmax_over_tokens(hidden: Tensor) -> Tensor:
     ("between", "op", "line"),
     [
         (shift, "aten.roll", "torch.roll(hidden, 1, 1)"),
-        (running_sum, "aten.cumsum", "hidden.cumsum(1)"),
-        (pad_and_cut, "aten.pad", "F.pad(hidden"),
+        (running_product, "aten.cumprod", "hidden.cumprod(1)"),
+        (pad_and_cut, "aten.add", "F.pad(hidden"),
         (softmax_over_tokens, "aten.softmax", "hidden.softmax(1)"),
     ],
 )

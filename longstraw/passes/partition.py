@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from longstraw import compat
 from longstraw.arch.rules import op_name
-from longstraw.errors import UnsupportedOp, WideResult, user_line
+from longstraw.errors import WideResult, user_line
 from longstraw.passes.carve import carve
 from longstraw.passes.find_branches import width
 from longstraw.passes.min_cut import min_cut
@@ -108,13 +108,6 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
     for i, node in enumerate(results):
         seen = window(step.layouts[node])
         assert seen is not None
-        first, last = step.sizes.probe(seen.start), step.sizes.probe(seen.stop)
-        if min(first) < 0 or any(a > b for a, b in zip(last, step.sizes.tokens, strict=True)):
-            raise UnsupportedOp(
-                f"{op_name(node)} has results for tokens that are padding, before the first or after the last token.",
-                where=user_line(node.meta.get("stack_trace")),
-                remedy="Cut the padding off again.",
-            )
         groups.setdefault((step.sizes.probe(seen.start), step.sizes.probe(seen.stop)), []).append(i)
     for members in groups.values():
         seen = window(step.layouts[results[members[0]]])

@@ -30,9 +30,10 @@ from longstraw.runtime.layouts import Place
 from longstraw.runtime.leaves import Leaves, Where
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.prefix_tree import Node
+from longstraw.runtime.row_comparison import RowComparison
 from longstraw.runtime.spans import Runner, SpanGraph
 from longstraw.runtime.state import Store
-from longstraw.stages import Located, Lowered, Runs, Stateful, TokenInput
+from longstraw.stages import Located, Lowered, Runs, Stateful
 
 _TILE_BYTES = 16 << 20
 _SPAN_BYTES = 512 << 20
@@ -107,6 +108,12 @@ class BranchRun:
         self.place: Callable[[Any], Place] = place
         self.stop = max(stop for _, stop in self.runner.windows)
         self.first_result = min(start for start, _ in self.runner.windows)
+        if self.first_result < 0 or self.stop > numbers.tokens:
+            raise BadInput(
+                f"The step has results for the tokens {self.first_result} to {self.stop}, and its rows have "
+                f"{numbers.tokens} tokens.",
+                remedy="Cut off what was padded before the first or after the last token.",
+            )
         self.span_tokens = self._choose_span()
         self.differentiable = self._differentiable()
         self.tree = self._build_tree()
@@ -150,10 +157,13 @@ class BranchRun:
         return list(found)
 
     def _build_tree(self) -> Node:
+        comparison = RowComparison(
+            self.branch, self.values, self.numbers, self.place, stop=self.stop, differentiable=self.differentiable
+        )
         tree = prefix_tree.build(
             range(self.numbers.rows),
             stop=self.stop,
-            common=self._common,
+            common=comparison.common,
             least=self.options.page_tokens,
             batch=self._batch,
         )
@@ -166,66 +176,6 @@ class BranchRun:
                 )
             tree = prefix_tree.split_at(tree, self.first_result)
         return tree
-
-    def _common(self, row: int, rows: Sequence[int]) -> list[int]:
-        """Return how many tokens from the beginning each row has in common with one row, in everything it reads."""
-        lengths = [self.stop] * len(rows)
-        for value, dims in self._compared:
-            if len(dims) > 1:
-                token_start, per_row = dims[1], value
-                same = (
-                    (per_row[rows] == per_row[row]).flatten(2).all(-1)
-                    if per_row.ndim > 2
-                    else per_row[rows] == per_row[row]
-                )
-                for i, line in enumerate(same):
-                    different = (~line).nonzero()
-                    if len(different):
-                        lengths[i] = min(lengths[i], token_start + int(different[0]))
-            else:
-                same = (value[rows] == value[row]).flatten(1).all(-1)
-                lengths = [n if ok else 0 for n, ok in zip(lengths, same.tolist(), strict=True)]
-        if torch.is_grad_enabled():
-            # A value given for every row gets a gradient for every row, so rows can't share it.
-            own = [self.numbers(t.repeated) for t in self._token_inputs if t.node in self.differentiable]
-            lengths = [n if other == row else min([n, *own]) for n, other in zip(lengths, rows, strict=True)]
-        return lengths
-
-    @functools.cached_property
-    def _token_inputs(self) -> list[TokenInput]:
-        graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
-        return [t for graph in graphs for t in graph.inputs.tokens]
-
-    @functools.cached_property
-    def _compared(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Return all that differs between rows, as `[rows, tokens, ...]` with its first token, or `[rows, ...]`."""
-        found: list[tuple[Tensor, tuple[int, ...]]] = []
-        seen: set[Any] = set()
-        layouts = [(t.node, t.layout) for t in self._token_inputs]
-        sizes = self.sizes
-        for program in self.branch.masks:
-            for node in program.inputs:
-                if isinstance(node.meta.get("val"), Tensor):
-                    located = sizes.locate_shape(sizes.shape(node.meta["val"]))
-                    value = self.values[node]
-                    if located is not None:
-                        layouts.append((node, located))
-                    elif value.shape[0] == self.numbers.rows:  # tokens unknown: rows are equal as a whole or not at all
-                        found.append((value.reshape(self.numbers.rows, -1), (0,)))
-        for node, layout in layouts:
-            place = self.place(layout)
-            key = (node, place)
-            value = self.values[node]
-            if key in seen or place.row_dim is None or not isinstance(value, Tensor):
-                continue
-            seen.add(key)
-            parts = place.apart(value.detach(), self.numbers.rows, place.stop - place.start)
-            if place.token_dim is None:
-                found.append((parts.movedim(place.row_dim, 0).reshape(self.numbers.rows, -1), (0,)))
-            else:
-                moved = parts.movedim((place.row_dim, place.token_dim), (0, 1))
-                found.append((moved, (0, place.start)))
-        return found
 
     def versions(self) -> dict[str, tuple[str, int]]:
         """Return for everything that backward reads again the user's name of it and its version counter."""

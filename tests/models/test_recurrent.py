@@ -417,3 +417,14 @@ def test_the_callers_autocast_does_not_decide_which_functions_are_known(monkeypa
 def test_steps_that_tell_branches_or_sizes_in_another_way(name: str, kind: str) -> None:
     model = zoo.build(name)
     assert_equal(compare(STEPS[kind], model, STEPS[kind].inputs(model), options={"span_tokens": 7}), rtol=1e-10)
+
+
+def test_results_for_padding_are_refused() -> None:
+    def beyond(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+        logits = F.pad(model(ids), (0, 0, 0, 1))[:, prompt.shape[1] + 1 :]
+        return (torch.log_softmax(logits, -1).gather(-1, responses[..., None]).squeeze(-1) * weights).sum()
+
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match="has results for the tokens"):
+        assert_same(Tiny(), *inputs(), function=beyond)
