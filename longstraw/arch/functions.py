@@ -69,7 +69,7 @@ def delta_rule(
     scale: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The (gated, channel-gated) delta rule in the argument order of flash-linear-attention's functions."""
+    """The delta rule, gated by head or by channel."""
     _one_row_after_another(kwargs)
     q, k = _wide(query), _wide(key)
     if use_qk_l2norm_in_kernel:
@@ -79,47 +79,20 @@ def delta_rule(
     return out.to(query.dtype), last if output_final_state else None
 
 
-def delta_rule_in_chunks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The same with a chunk size, which changes nothing."""
-    return delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        **kwargs,
-    )
+def _in_order(*names: str) -> Function:
+    """Return the delta rule with these names for what follows its five inputs by position."""
+
+    def traceable(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *more: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return delta_rule(query, key, value, g, beta, **dict(zip(names, more, strict=False)), **kwargs)
+
+    return traceable
 
 
-def delta_rule_by_token(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The same without one."""
-    return delta_rule_in_chunks(
-        query, key, value, g, beta, 64, initial_state, output_final_state, use_qk_l2norm_in_kernel, **kwargs
-    )
+delta_rule_by_token = _in_order("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+delta_rule_in_chunks = _in_order("chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+"""The size of chunks changes nothing."""
 
 
 def selective_scan(
@@ -181,6 +154,19 @@ def chunk_scan(
     return (out, last.transpose(-1, -2)) if return_final_states else out
 
 
+def short_convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+) -> Tensor:
+    """A depthwise causal convolution of `[rows, channels, tokens]`, whatever kernel the model would call for it."""
+    _one_row_after_another(kwargs)
+    x, width = hidden_states.to(weight.dtype), weight.shape[-1]
+    out = F.conv1d(x, weight.unsqueeze(1), bias, padding=width - 1, groups=weight.shape[0])
+    out = out[:, :, : hidden_states.shape[2]]
+    if activation is not None:
+        out = F.silu(out) if activation in ("silu", "swish") else getattr(F, activation)(out)
+    return out.to(hidden_states.dtype)
+
+
 def reset_recurrence(
     self: Any,
     hidden_states: Tensor,
@@ -236,6 +222,10 @@ def _channel_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, {**kwargs, "g": -_random(2, 5, 2, 4).abs()}
 
 
+def _convolution_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (_random(2, 4, 6), _random(4, 3), _random(4)), {"activation": "silu"}
+
+
 def _selective_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
     x, dt, b, c = _random(2, 4, 5), _random(2, 4, 5), _random(2, 3, 5), _random(2, 3, 5)
     more = {"D": _random(4), "z": _random(2, 4, 5), "delta_bias": _random(4), "delta_softplus": True}
@@ -281,6 +271,7 @@ FUNCTIONS: tuple[Opaque, ...] = (
     Opaque(_MODELS, "torch_recurrent_gated_delta_rule", delta_rule_by_token, _delta_sample),
     Opaque(_MODELS, "chunk_kimi_delta_attention", delta_rule_in_chunks, _channel_sample),
     Opaque(_MODELS, "recurrent_kimi_delta_attention", delta_rule_by_token, _channel_sample),
+    Opaque(_MODELS, "causal_conv1d_fn", short_convolution, _convolution_sample),
     Opaque(_MODELS, "mamba_selective_scan", selective_scan, _selective_sample),
     Opaque(_MODELS, "mamba2_chunk_scan", chunk_scan, _chunk_sample),
     Opaque(_MODELS, "RecurrentGemmaRglru._rnn_scan", reset_recurrence, _reset_sample),
