@@ -267,6 +267,7 @@ _ALIASED_OPS = {
         ("swapdims", "transpose"),
         ("special_expit", "sigmoid"),
         ("clip", "clamp"),
+        ("broadcast_to", "expand"),
     )
 }
 
