@@ -9,7 +9,7 @@ the last inputs of a short convolution, however long the prompt is: replaying a 
 import argparse
 
 import torch
-from quickstart import load_model, step
+from quickstart import load_model, random_inputs, step
 
 import longstraw
 
@@ -20,14 +20,7 @@ def main(argv=None):
     prompt = 130 if parser.parse_args(argv).quick else 1000
     model = load_model(None, "qwen3_5")
     torch.manual_seed(0)
-    group, response = 4, 16
-    inputs = (
-        torch.randint(256, (1, prompt)),
-        torch.randint(256, (group, response)),
-        torch.ones(group, response),
-        torch.randn(group, response) * 0.1 - 5.5,
-        torch.randn(group),
-    )
+    inputs = random_inputs(vocabulary=256, group=4, prompt=prompt, response=16)
     explanation = longstraw.explain(step, model, *inputs)
     print(explanation)
     branch = explanation.programs[0].step.branches[0]

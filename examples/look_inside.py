@@ -6,18 +6,10 @@ python examples/look_inside.py
 import argparse
 
 import torch
+from quickstart import random_inputs, step
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import longstraw
-
-
-def step(model, prompt, responses, mask, old_logp, advantages):
-    ids = torch.cat([prompt.expand(len(responses), -1), responses], 1)
-    logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
-    logp = torch.log_softmax(logits.float(), -1).gather(-1, responses[..., None]).squeeze(-1)
-    ratio, advantages = (logp - old_logp).exp(), advantages[:, None]
-    loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return (loss * mask).sum() / mask.sum()
 
 
 def main(argv=None):
@@ -36,14 +28,7 @@ def main(argv=None):
         head_dim=16,
     )
     model = Qwen3ForCausalLM(config)
-    group, prompt, response = 4, 200, 12
-    inputs = (
-        torch.randint(512, (1, prompt)),
-        torch.randint(512, (group, response)),
-        torch.ones(group, response),
-        torch.randn(group, response) * 0.1 - 6,
-        torch.randn(group),
-    )
+    inputs = random_inputs(vocabulary=512, group=4, prompt=200, response=12)
     explanation = longstraw.explain(step, model, *inputs)
     print(explanation)
     print(f"\nthe first lines after {args.stage}:\n")

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -38,6 +39,17 @@ def step(model, prompt, responses, mask, old_logp, advantages):
     ratio = (logp - old_logp).exp()
     gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
     return -(gain * mask).sum() / mask.sum()
+
+
+def random_inputs(*, vocabulary, group, prompt, response):
+    """Inputs of the step without a model to sample from."""
+    return (
+        torch.randint(vocabulary, (1, prompt)),
+        torch.randint(vocabulary, (group, response)),
+        torch.ones(group, response),
+        torch.randn(group, response) * 0.1 - math.log(vocabulary),
+        torch.randn(group),
+    )
 
 
 # Real input: a text, responses sampled from the model, a reward.

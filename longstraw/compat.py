@@ -119,9 +119,11 @@ class Substitution:
 def _substituted(substitutions: Sequence[Substitution]) -> Iterator[None]:
     """Let Dynamo trace other functions in place of some, and forget it afterwards.
 
-    A function is found by identity, whatever name it goes by. A method is looked up in its class instead.
+    A function is found by identity, whatever name it goes by, unless somebody else's substitution stands for it
+    already. A method is looked up in its class instead.
     """
-    functions = [s for s in substitutions if not isinstance(s.owner, type)]
+    known_already = PolyfilledFunctionVariable._get_polyfill_handlers()
+    functions = [s for s in substitutions if not isinstance(s.owner, type) and s.function not in known_already]
     methods = [s for s in substitutions if isinstance(s.owner, type)]
     tables: tuple[Any, ...] = (
         VariableBuilder._id_dispatch(),
@@ -271,7 +273,11 @@ def source_name(placeholder: fx.Node) -> str:
     name = getattr(source, "name", None)
     if name is None:
         return placeholder.name
-    written = str(name() if callable(name) else name)
+    return users_expression(str(name() if callable(name) else name))
+
+
+def users_expression(written: str) -> str:
+    """Return Dynamo's expression for a value of the user's, such as `L['model'].head`, as the user would write it."""
     written = re.sub(r"^L\['(\w+)'\]", r"\1", written)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", written)
 

@@ -74,11 +74,19 @@ class PromptNotFound(LongstrawError, ValueError):
 class StaticTokens(LongstrawError, NotImplementedError):
     """The token dim could not be traced with a symbolic size.
 
-    Attributes:
+    Args:
         tokens: the size that it was traced with.
+        where: the user's source line.
     """
 
-    tokens: int = 0
+    def __init__(self, tokens: int, *, where: str) -> None:
+        self.tokens = tokens
+        super().__init__(
+            f"The number of tokens of a row was traced as the constant {tokens}.",
+            where=where,
+            remedy="The model's code turns the length into a Python number or loops over tokens, as recurrent models "
+            "do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay symbolic.",
+        )
 
 
 class ParametersChanged(LongstrawError, RuntimeError):

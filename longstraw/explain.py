@@ -183,9 +183,10 @@ def state_table(branch: Stateful) -> list[str]:
 
 
 def _add(rows: dict[tuple[str, str], list[str]], module: str, text: str, index: int) -> None:
+    """Add a module under its path without its last number, or the `index`-th of those whose path is not known."""
     numbers = re.findall(r"\d+", module)
-    name = re.sub(r"\d+", "*", module, count=1) if len(numbers) == 1 else f"{module} *" if not numbers else module
-    rows.setdefault((name, text), []).append(numbers[0] if len(numbers) == 1 else str(index))
+    name = re.sub(r"\d+(?!.*\d)", "*", module) if numbers else f"{module} *"
+    rows.setdefault((name, text), []).append(numbers[-1] if numbers else str(index))
 
 
 def _listed(numbers: list[str], most: int = 4) -> str:

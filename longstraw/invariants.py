@@ -10,19 +10,9 @@ from torch import fx
 
 from longstraw import ops
 from longstraw.arch.rules import arguments, op_name, packet
-from longstraw.stages import (
-    Branched,
-    Carved,
-    Located,
-    Lowered,
-    Normalised,
-    Partitioned,
-    Rows,
-    Shuffled,
-    Tokens,
-    Traced,
-    WithState,
-)
+from longstraw.arch.scans import RULES as SCANS
+from longstraw.layout import Rows, Shuffled, Tokens
+from longstraw.stages import Branched, Carved, Located, Lowered, Normalised, Partitioned, Traced, WithState
 
 aten = torch.ops.aten
 
@@ -134,7 +124,7 @@ def _partitioned(step: Partitioned) -> None:
     names = [n.name for n in step.objective.graph.nodes if n.op == "placeholder"]
     assert len(names) == len(step.step.inputs) + found, "the objective reads inputs and results"
     for node in step.objective.graph.nodes:
-        if node.target is ops.attention:
+        if node.target is ops.attention or packet(node.target) in SCANS:
             _fail(node, "no part of a model is left in the objective")
 
 
@@ -142,11 +132,21 @@ def _with_state(step: WithState) -> None:
     for branch in step.branches:
         for module in (branch.capture, branch.score, branch.relay):
             module.graph.lint()
+            names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+            assert [n for n in names if n.startswith("before_")] == [carry.name for carry in branch.carries], (
+                "boundary states are inputs, in order"
+            )
             for node in module.graph.nodes:
                 if node.target is ops.attention:
                     _fail(node, "every attention reads state")
+                if node.op == "call_function" and node.meta.get("origin") in step.partitioned.step.scans:
+                    schema = getattr(node.target, "_schema", None)
+                    if schema is not None:
+                        _fail(node, "every scan is in its form on a span")
                 if node.op == "placeholder" and node.name.startswith("mask_"):
                     _fail(node, "no mask is read whole")
+        outputs = next(iter(reversed(branch.capture.graph.nodes))).args[0]
+        assert len(outputs) == len(branch.slots) + len(branch.carries), "capture gives all state"
         for site in branch.sites:
             assert 0 <= site.key_slot < len(branch.slots) and 0 <= site.value_slot < len(branch.slots)
             assert all(0 <= index < len(branch.masks) for index in site.masks)

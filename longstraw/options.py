@@ -60,7 +60,7 @@ class Options:
         if not isinstance(self.progress, bool):
             raise OptionsError(f"progress={self.progress!r}: expected True or False.")
         if not isinstance(self.rules, Iterable) or not all(hasattr(rule, "target") for rule in self.rules):
-            raise OptionsError(f"rules={self.rules!r}: expected a tuple of longstraw.Rule.")
+            raise OptionsError(f"rules={self.rules!r}: expected a tuple of longstraw.Rule and longstraw.Scan.")
         object.__setattr__(self, "rules", tuple(self.rules))
 
     @classmethod

@@ -10,19 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.stages import (
-    Branched,
-    Counts,
-    Located,
-    Lowered,
-    Normalised,
-    Partitioned,
-    Rows,
-    Shuffled,
-    Tokens,
-    Traced,
-    WithState,
-)
+from longstraw.layout import Counts, Rows, Shuffled, Tokens
+from longstraw.stages import Branched, Located, Lowered, Normalised, Partitioned, Traced, WithState
 
 _ASSIGNED = re.compile(r"^    (\w+) = ")
 _SHOWN_CONSTANT = 64

@@ -1,18 +1,9 @@
-"""The records that the passes hand on, and the vocabulary of layouts.
-
-A *layout* says, for each dim of a tensor, what it runs over: a tuple of factors, major to minor. A factor is `ROWS`, a
-`Tokens` window, `Shuffled` (rows and tokens in an order that the data chose), or a plain size. `()` is a dim of size 1.
-So hidden states `[G, S, H]` are `((ROWS,), (Tokens(0, S),), (H,))`, and `x.view(-1, H)` is
-`((ROWS, Tokens(0, S)), (H,))`.
-
-Sizes are compared by their values at two fixed points ("probes") of the shape symbols: two ints per size, exact
-arithmetic, no symbolic simplification.
-"""
+"""The records that the passes hand on. The vocabulary of layouts is in `layout.py`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,162 +13,8 @@ from torch import fx
 
 from longstraw import ops
 from longstraw.blocks import BlockProgram
-from longstraw.compat import expression
-from longstraw.errors import UnsupportedOp
+from longstraw.layout import Layout, Sizes, Tokens
 from longstraw.options import Options
-
-Probe = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Runs over the rows (sequences) of the step."""
-
-
-ROWS = Rows()
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Runs over the tokens `start` to `stop` (row coordinates, may be symbolic) of every row."""
-
-    start: sympy.Expr
-    stop: sympy.Expr
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """Runs over the entries of `of` in an order given by data: entries stay independent of one another."""
-
-    order: str
-    of: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """A small histogram over shuffled entries; has a meaning only beside values in that order."""
-
-    order: str
-    size: Probe
-
-
-Factor = Rows | Tokens | Shuffled | Counts | Probe
-Dim = tuple[Factor, ...]
-Layout = tuple[Dim, ...]
-
-
-def has(dim: Dim, kind: type) -> bool:
-    """Return whether a dim runs over `kind` (also below a shuffle)."""
-    return any(isinstance(f, kind) or (isinstance(f, Shuffled) and has(f.of, kind)) for f in dim)
-
-
-def find_dim(layout: Layout, kind: type) -> int | None:
-    """Return the index of the one dim that runs over `kind`, or None."""
-    return next((i for i, dim in enumerate(layout) if has(dim, kind)), None)
-
-
-def window(layout: Layout) -> Tokens | None:
-    """Return the token window of a layout, or None when it doesn't run over tokens."""
-    for dim in layout:
-        for factor in _unshuffled(dim):
-            if isinstance(factor, Tokens):
-                return factor
-    return None
-
-
-def _unshuffled(dim: Dim) -> Iterable[Factor]:
-    for factor in dim:
-        if isinstance(factor, Shuffled):
-            yield from _unshuffled(factor.of)
-        else:
-            yield factor
-
-
-class Sizes:
-    """Compares sizes that contain shape symbols.
-
-    Args:
-        rows: number of rows of the step.
-        tokens: number of tokens of a row.
-    """
-
-    def __init__(self, rows: Any, tokens: Any) -> None:
-        self._points: dict[sympy.Symbol, Probe] = {}
-        self._cache: dict[sympy.Expr, Probe] = {}
-        self.rows_expr, self.tokens_expr = expression(rows), expression(tokens)
-        self.rows, self.tokens = self.probe(rows), self.probe(tokens)
-        self.full = Tokens(sympy.Integer(0), self.tokens_expr)
-
-    def probe(self, size: Any) -> Probe:
-        """Return a size's values at the two points."""
-        if isinstance(size, int):
-            return (size, size)
-        expr = expression(size)
-        if expr not in self._cache:
-            for symbol in sorted(expr.free_symbols, key=str):
-                if symbol not in self._points:
-                    n = len(self._points)
-                    self._points[symbol] = (sympy.prime(150 + 7 * n), sympy.prime(300 + 11 * n))
-            try:
-                values = [int(expr.subs({s: p[i] for s, p in self._points.items()})) for i in (0, 1)]
-            except (ZeroDivisionError, TypeError) as error:
-                raise UnsupportedOp(
-                    f"The size {expr} is not understood.", remedy="Sizes must not depend on data."
-                ) from error
-            self._cache[expr] = (values[0], values[1])
-        return self._cache[expr]
-
-    def shape(self, value: Any) -> tuple[Probe, ...]:
-        """Return the probed shape of a (fake) tensor."""
-        return tuple(self.probe(size) for size in value.shape)
-
-    def of(self, factor: Factor) -> Probe:
-        """Return a factor's size."""
-        match factor:
-            case Rows():
-                return self.rows
-            case Tokens(start, stop):
-                return self.probe(stop - start)
-            case Shuffled(_, of):
-                return self.of_dim(of)
-            case Counts(_, size):
-                return size
-        return factor
-
-    def of_dim(self, dim: Dim) -> Probe:
-        """Return a dim's size."""
-        product = (1, 1)
-        for factor in dim:
-            a, b = self.of(factor)
-            product = (product[0] * a, product[1] * b)
-        return product
-
-    def is_static(self, size: Probe) -> bool:
-        """Return whether a size is a plain number."""
-        return size[0] == size[1]
-
-    def locate(self, size: Probe) -> Dim | None:
-        """Return what a dim of this size runs over, judged by size alone; None when the size says nothing."""
-        if size == (1, 1):
-            return ()
-        if self.is_static(size):
-            return (size,)
-        rows: Dim = () if self.is_static(self.rows) else (ROWS,)
-        if rows and size == self.rows:
-            return rows
-        token_dim = (*rows, self.full)
-        for dim in ((self.full,), token_dim):
-            base = self.of_dim(dim)
-            if all(s % b == 0 for s, b in zip(size, base, strict=True)):
-                rest = (size[0] // base[0], size[1] // base[1])
-                if self.is_static(rest):
-                    return dim if rest == (1, 1) else (*dim, rest)
-        return None
-
-    def locate_shape(self, shape: tuple[Probe, ...]) -> Layout | None:
-        """Return the layout of a value judged by its sizes alone, or None."""
-        dims = [self.locate(size) for size in shape]
-        return None if any(dim is None for dim in dims) else tuple(dim for dim in dims if dim is not None)
 
 
 @dataclass(frozen=True)
@@ -226,8 +63,8 @@ class Branched:
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What a mixing op with boundary state does on a span.
+class SpanForm:
+    """What a mixing op with boundary state, a scan, is on a span.
 
     Attributes:
         step: `(*arguments, state) -> (output, state after)`.
@@ -249,7 +86,7 @@ class Located:
     """find_token_dim: the layout of every node of the model region.
 
     Attributes:
-        carries: mixing op with boundary state -> what it carries.
+        scans: mixing op with boundary state -> what it is on a span.
         layouts: node of the region or tail -> its layout (a tuple of layouts for ops with several outputs).
         demands: (node, operand) -> the layout in which the op reads that light operand.
         local: light nodes that count a span's entries (`arange` used as an index), computed anew in the segment.
@@ -264,11 +101,11 @@ class Located:
     layouts: Mapping[fx.Node, Any]
     demands: Mapping[tuple[fx.Node, fx.Node], Layout]
     local: frozenset[fx.Node]
-    carries: Mapping[fx.Node, Carried]
+    scans: Mapping[fx.Node, SpanForm]
 
     def mixes(self, node: fx.Node) -> bool:
         """Return whether a node reads other tokens."""
-        return node.target is ops.attention or node in self.carries
+        return node.target is ops.attention or node in self.scans
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_bfloat16_is_as_close_to_float64_as_eager(name: str) -> None:
     eager, ours = gradients(step, half), gradients(compiled, half)
     errors = [float((x - truth).norm() / truth.norm()) for x in (eager, ours)]
     print(name, "eager and longstraw off by", errors)
-    assert errors[1] <= 1.3 * errors[0]
+    assert errors[1] <= 1.3 * errors[0]  # another order of the same roundings
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
@@ -84,7 +84,7 @@ def test_library_kernel_agrees_with_the_reference(rule: str, by_channel: bool) -
     ours = outputs_and_gradients(half, torch.bfloat16)
     for one, other in zip(truth, ours, strict=True):
         error = float((one.double() - other.double()).norm() / one.double().norm())
-        assert error < 0.02, error
+        assert error < 0.02, error  # bfloat16 keeps 8 bits, 0.4 %; a delta rule reads what it wrote, and rounds again
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
@@ -100,4 +100,4 @@ def test_memory_is_flat_in_the_group(name: str) -> None:
         step(model, **inputs).backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     print(name, peaks)
-    assert peaks[2] < 1.1 * peaks[1]
+    assert peaks[2] < 1.1 * peaks[1]  # ids, masks and results are as many as the group; the allocator rounds up

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "longstraw"
-FOUNDATION = {"errors", "options", "compat", "blocks", "ops", "scans", "stages"}
+FOUNDATION = {"errors", "options", "compat", "blocks", "ops", "scans", "layout", "stages"}
 ALLOWED = {
     "errors": set(),
     "compat": {"errors"},
@@ -19,7 +19,8 @@ ALLOWED = {
     "blocks": {"errors"},
     "ops": {"errors", "options"},
     "scans": {"errors", "options"},
-    "stages": {"errors", "options", "compat", "blocks", "ops"},
+    "layout": {"errors", "compat"},
+    "stages": {"errors", "options", "compat", "blocks", "ops", "layout"},
     "arch": FOUNDATION,
     "passes": FOUNDATION | {"arch"},
     "runtime": FOUNDATION,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.arch import moe, scans
+from longstraw.arch import indexing, moe, scans
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
 from longstraw.compat import expression, hint
-from longstraw.stages import Dim, Layout, Probe, Rows, Tokens, has
+from longstraw.layout import Dim, Layout, Probe, Rows, Tokens, has
 
 aten = torch.ops.aten
 
@@ -327,79 +327,6 @@ def einsum(r: Reader, node: fx.Node) -> Layout:
     return tuple(letters[letter] for letter in right)
 
 
-def embedding(r: Reader, node: fx.Node) -> Layout:
-    """Rows of a table."""
-    a = arguments(node)
-    if a["weight"] in r.layouts and any(has(dim, Tokens) or has(dim, Rows) for dim in r.layouts[a["weight"]]):
-        r.unsupported(node, "its table depends on tokens")
-    return (*r.operand(node, a["indices"]), (r.shape(node)[-1],))
-
-
-def gathered(r: Reader, node: fx.Node) -> Layout:
-    """Entries along a plain dim, chosen for every token (of hidden values, or of a table)."""
-    a = arguments(node)
-    d = a["dim"] % len(r.shape(node))
-    table, index = a["self"], a["index"]
-    like = next((r.layouts[x] for x in (table, index) if x in r.layouts), None)
-    read = [
-        r.operand(node, x) if x in r.layouts or like is None else r.align(node, x, _other_at(r, node, x, like, d))
-        for x in (table, index)
-    ]
-    r.keep(node, read[0][d], "it picks entries along that dim")
-    others = r.merge(node, [(*layout[:d], (), *layout[d + 1 :]) for layout in read])
-    return (*others[:d], read[1][d], *others[d + 1 :])
-
-
-def scattered(r: Reader, node: fx.Node) -> Layout:
-    """Entries written along a plain dim, for every token."""
-    a = arguments(node)
-    like = next((r.layouts[x] for x in tensors(node.args) if x in r.layouts), None)
-    out = r.layouts.get(a["self"])
-    if out is None:
-        out = (
-            r.operand(node, a["self"])
-            if like is None
-            else r.align(node, a["self"], _other_at(r, node, a["self"], like, a["dim"]))
-        )
-    d = a["dim"] % len(out)
-    r.keep(node, out[d], "it writes along that dim")
-    for name in ("index", "src"):
-        other = a.get(name)
-        if isinstance(other, fx.Node) and isinstance(other.meta.get("val"), torch.Tensor):
-            if other in r.layouts:
-                layout = r.layouts[other]
-            else:
-                layout = r.align(node, other, _other_at(r, node, other, out, d))
-            r.merge(node, [(*out[:d], (), *out[d + 1 :]), (*layout[:d], (), *layout[d + 1 :])])
-    return out
-
-
-def _other_at(r: Reader, user: fx.Node, node: fx.Node, like: Layout, d: int) -> Layout:
-    """Return `like` with dim `d` as in `node`, judged by its size there."""
-    d %= len(like)
-    dim = r.sizes.locate(r.shape(node)[d])
-    if dim is None:
-        r.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
-    return (*like[:d], dim, *like[d + 1 :])
-
-
-def slice_scattered(r: Reader, node: fx.Node) -> Layout:
-    """A range of a plain dim replaced."""
-    a = arguments(node)
-    out = pointwise_layouts(r, node, [a["self"]])
-    d = a["dim"] % len(out)
-    r.keep(node, out[d], "it writes a part of that dim")
-    source = a["src"]
-    if source not in r.layouts:
-        r.align(node, source, _other_at(r, node, source, out, d))
-    return out
-
-
-def pointwise_layouts(r: Reader, node: fx.Node, operands: list[fx.Node]) -> Layout:
-    """Return the broadcast layout of some operands."""
-    return r.merge(node, [r.operand(node, x) for x in operands])
-
-
 def padded(r: Reader, node: fx.Node) -> Layout:
     """Constant padding of plain dims."""
     a = arguments(node)
@@ -413,27 +340,6 @@ def padded(r: Reader, node: fx.Node) -> Layout:
         if any(isinstance(n, fx.Node) or n != 0 for n in amounts[2 * i : 2 * i + 2]):
             r.keep(node, dim, "it pads that dim")
     return tuple(dim if r.sizes.of_dim(dim) == shape[i] else (shape[i],) for i, dim in enumerate(source))
-
-
-def indexed(r: Reader, node: fx.Node) -> Layout:
-    """Advanced indexing: tables read by tokens, and dispatch of tokens to experts and back."""
-    a = arguments(node)
-    source_node, indices = a["self"], list(a["indices"])
-    source = r.operand(node, source_node) if source_node in r.layouts or not r.is_light(source_node) else None
-    places = [i for i, index in enumerate(indices) if index is not None]
-    if source is None:
-        source = tuple((size,) for size in r.shape(source_node))
-        if not all(r.sizes.is_static(size) for size in r.shape(source_node)):
-            r.unsupported(node, "it indexes a value of the rows by hidden values")
-    mixing = [i for i in places if has(source[i], Tokens) or has(source[i], Rows)]
-    if not mixing:
-        picked = r.merge(node, [r.operand(node, indices[i]) for i in places])
-        if places != list(range(places[0], places[-1] + 1)):
-            r.unsupported(node, "its index tensors stand in dims that are not neighbours")
-        return (*source[: places[0]], *picked, *source[places[-1] + 1 :])
-    if places == [0] and mixing == [0]:
-        return (moe.dispatched(r, node, source[0], indices[0]), *source[1:])
-    r.unsupported(node, "it picks tokens or rows by index")
 
 
 def ordered(r: Reader, node: fx.Node) -> Any:
@@ -495,12 +401,12 @@ def _table() -> dict[Any, LayoutRule]:
         ("linear", linear),
         ("matmul bmm mm baddbmm addmm addbmm mv", matmul),
         ("einsum", einsum),
-        ("embedding", embedding),
-        ("gather", gathered),
-        ("scatter scatter_add scatter_reduce index_add", scattered),
-        ("slice_scatter select_scatter", slice_scattered),
+        ("embedding", indexing.embedding),
+        ("gather", indexing.gathered),
+        ("scatter scatter_add scatter_reduce index_add", indexing.scattered),
+        ("slice_scatter select_scatter", indexing.slice_scattered),
         ("pad constant_pad_nd", padded),
-        ("index", indexed),
+        ("index", indexing.indexed),
         ("argsort sort", ordered),
         ("index_put", moe.inverse_written),
         ("histc bincount", moe.histogram),

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
-from longstraw.stages import Counts, Dim, Layout, Probe, Shuffled, has
+from longstraw.layout import Counts, Dim, Layout, Probe, Shuffled, has
 
 aten = torch.ops.aten
 

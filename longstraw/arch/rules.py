@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
-from longstraw.stages import Carried, Dim, Layout, Probe, Rows, Sizes, Tokens, has
+from longstraw.layout import Dim, Layout, Probe, Rows, Sizes, Tokens, has
+from longstraw.stages import SpanForm
 
 LayoutRule = Callable[["Reader", fx.Node], Any]
 
@@ -87,7 +88,7 @@ class Reader:
         self.sizes, self.layouts, self.is_light = sizes, layouts, is_light
         self.demands: dict[tuple[fx.Node, fx.Node], Layout] = {}
         self.local: set[fx.Node] = set()
-        self.carries: dict[fx.Node, Carried] = {}
+        self.scans: dict[fx.Node, SpanForm] = {}
 
     def shape(self, node: fx.Node) -> tuple[Probe, ...]:
         """Return a node's probed shape."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor, fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
 from longstraw.compat import expression
+from longstraw.layout import ROWS, Dim, Layout, Rows, Tokens, has
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
 from longstraw.scans.opaque import NAMESPACE
-from longstraw.stages import ROWS, Carried, Dim, Layout, Rows, Tokens, has
+from longstraw.stages import SpanForm
 
 aten = torch.ops.aten
 
@@ -132,7 +133,7 @@ def scanned(r: Reader, node: fx.Node, *, step: opaque.Step) -> tuple[Layout, Lay
         rows = rows or first
     if any(user.args[1] == 1 for user in node.users):
         r.unsupported(node, "its state after the last token leaves the model")
-    r.carries[node] = Carried(step, _first_argument, _sizes_of(state), state.dtype, pair=True)
+    r.scans[node] = SpanForm(step, _first_argument, _plain(state.shape[1:]), state.dtype, pair=True)
     plain = [() if size == (1, 1) else (size,) for size in r.sizes.shape(out)[2:]]
     kept = [() if size == (1, 1) else (size,) for size in r.sizes.shape(state)[1:]]
     return (rows, (r.sizes.full,), *plain), (rows, *kept)
@@ -143,12 +144,12 @@ def _first_argument(node: fx.Node) -> tuple[Any, ...]:
     return tuple(inputs)
 
 
+def _plain(sizes: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in sizes)
+
+
 def _is_whole(r: Reader, factor: Any) -> bool:
     return isinstance(factor, Tokens) and r.same_window(factor, r.sizes.full)
-
-
-def _sizes_of(state: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in state.shape[1:])
 
 
 def convolved(r: Reader, node: fx.Node) -> Layout:
@@ -183,7 +184,7 @@ def convolved(r: Reader, node: fx.Node) -> Layout:
         b = arguments(n)
         return b["input"], b["weight"], b["bias"], dilation, groups
 
-    r.carries[node] = Carried(short_conv.causal_conv, step_arguments, (channels, reach), dtype, pair=False)
+    r.scans[node] = SpanForm(short_conv.causal_conv, step_arguments, (channels, reach), dtype, pair=False)
     return (source[0], out_channels, (Tokens(token.start - padding + reach, token.stop + padding),))
 
 
@@ -210,12 +211,9 @@ def padded_tokens(r: Reader, node: fx.Node, source: Layout) -> Layout | None:
         r.unsupported(node, "it pads a part of the tokens, or tokens that are padded already")
     if a.get("mode", "constant") != "constant" or a["value"] not in (None, 0, 0.0):
         r.unsupported(node, "it pads tokens with something else than zeros")
-    before, after = (expression(n.meta["val"] if isinstance(n, fx.Node) else n) for n in _pair(amounts, places[0]))
+    pair = amounts[2 * places[0] : 2 * places[0] + 2]
+    before, after = (expression(n.meta["val"] if isinstance(n, fx.Node) else n) for n in pair)
     return (*source[:d], (Tokens(token.start - before, token.stop + after),), *source[d + 1 :])
-
-
-def _pair(amounts: Any, place: int) -> Any:
-    return amounts[2 * place : 2 * place + 2]
 
 
 def summed(r: Reader, node: fx.Node, source: Layout, d: int) -> Layout:
@@ -228,12 +226,12 @@ def summed(r: Reader, node: fx.Node, source: Layout, d: int) -> Layout:
     value = node.meta["val"]
     if not value.is_floating_point():
         r.unsupported(node, "it sums integers along tokens of hidden values")
-    sizes = [size for i, size in enumerate(value.shape) if i not in (0, d)]
+    sizes = _plain(size for i, size in enumerate(value.shape) if i not in (0, d))
     dtype = torch.promote_types(value.dtype, torch.float32)
-    r.carries[node] = Carried(
+    r.scans[node] = SpanForm(
         short_conv.running_sum,
         lambda n: (n.args[0], d, value.dtype),
-        tuple(int(size) for size in sizes),
+        sizes,
         dtype,
         pair=False,
     )

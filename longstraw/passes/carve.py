@@ -19,21 +19,8 @@ from longstraw import ops
 from longstraw.arch.rules import arguments, op_name, packet
 from longstraw.compat import expression
 from longstraw.errors import UnsupportedOp, user_line
-from longstraw.stages import (
-    Carved,
-    Counts,
-    Dim,
-    Factor,
-    Layout,
-    Located,
-    Rows,
-    SegmentInputs,
-    Shuffled,
-    TokenInput,
-    Tokens,
-    find_dim,
-    has,
-)
+from longstraw.layout import Counts, Dim, Factor, Layout, Rows, Shuffled, Tokens, find_dim, has
+from longstraw.stages import Carved, Located, SegmentInputs, TokenInput
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.view_as, aten.reshape_as, aten.squeeze)

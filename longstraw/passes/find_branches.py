@@ -25,8 +25,9 @@ from longstraw.arch.rules import arguments, op_name, packet, tensors
 from longstraw.arch.scans import may_mix
 from longstraw.compat import expression
 from longstraw.errors import StaticTokens, UnsupportedOp, user_line
+from longstraw.layout import Sizes
 from longstraw.scans.opaque import NAMESPACE
-from longstraw.stages import Branched, Input, Normalised, Sizes
+from longstraw.stages import Branched, Input, Normalised
 
 aten = torch.ops.aten
 NARROW = 4
@@ -75,15 +76,7 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
     entries = sorted(_entries(graph), key=lambda e: packet(e[0].target) is aten.embedding)
     for node, rows, tokens in entries:
         if not expression(tokens).free_symbols:
-            error = StaticTokens(
-                f"The number of tokens of a row was traced as the constant {tokens}.",
-                where=user_line(node.meta.get("stack_trace")),
-                remedy="The model's code turns the length into a Python number or loops over tokens, as recurrent "
-                "models do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay "
-                "symbolic.",
-            )
-            error.tokens = int(tokens)
-            raise error
+            raise StaticTokens(int(tokens), where=user_line(node.meta.get("stack_trace")))
         return Sizes(rows, tokens)
     raise AssertionError("a graph without a model was given to find_branches")
 

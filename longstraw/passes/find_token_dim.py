@@ -50,7 +50,7 @@ def find_token_dim(step: Branched) -> Located:
         layouts,
         reader.demands,
         frozenset(reader.local),
-        reader.carries,
+        reader.scans,
     )
 
 

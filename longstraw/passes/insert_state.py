@@ -1,15 +1,16 @@
 """insert_state: what each mixing op needs of earlier tokens, and graphs that read and write it.
 
-In: `Partitioned`. Out: `WithState`. For attention the state is keys and values. Between the projection and the
-attention's operands stand ops that only rearrange and repeat numbers (head repetition, transposes); the state is the
-cheapest value in bytes per token on that way from which the operand can be rebuilt: with grouped-query attention, the
-keys and values before repetition. Values that several attentions share are one slot. Masks become block programs.
+In: `Partitioned`. Out: `WithState`. A scan (recurrence, convolution, running sum) gets its boundary state before the
+span as an input of the graphs, and gives the one after it as an output. For attention the state is keys and values.
+Between the projection and the attention's operands stand ops that only rearrange and repeat numbers (head repetition,
+transposes); the state is the cheapest value in bytes per token on that way from which the operand can be rebuilt: with
+grouped-query attention, the keys and values before repetition. Values that several attentions share are one slot. Masks
+become block programs.
 """
 
 from __future__ import annotations
 
 import operator
-import re
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from longstraw import ops
 from longstraw.arch import masks as mask_rules
 from longstraw.arch.rules import packet
 from longstraw.blocks import BlockProgram
+from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
 from longstraw.passes.find_branches import width
 from longstraw.passes.modes import restore_autocast
-from longstraw.stages import Carried, Carry, Carved, Located, Partitioned, Segment, Site, Slot, Stateful, WithState
+from longstraw.stages import Carry, Carved, Located, Partitioned, Segment, Site, Slot, SpanForm, Stateful, WithState
 
 aten = torch.ops.aten
 _REARRANGES = (
@@ -47,11 +49,11 @@ def insert_state(step: Partitioned) -> WithState:
 def _stateful(step: Located, segment: Segment) -> Stateful:
     builder = _Builder(step, segment.body)
     for node in list(builder.graph.nodes):
-        carried = step.carries.get(node.meta.get("origin"))
+        form = step.scans.get(node.meta.get("origin"))
         if node.target is ops.attention:
             builder.replace(node)
-        elif carried is not None:
-            builder.carry(node, carried)
+        elif form is not None:
+            builder.carry(node, form)
     return builder.finish(segment)
 
 
@@ -104,7 +106,7 @@ class _Builder:
         if isinstance(score, fx.Node) and not score.users:
             self.graph.erase_node(score)
 
-    def carry(self, node: fx.Node, carried: Carried) -> None:
+    def carry(self, node: fx.Node, form: SpanForm) -> None:
         """Give a mixing op the boundary state before the span; keep the one after it."""
         line = user_line(node.meta.get("stack_trace"))
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
@@ -112,27 +114,15 @@ class _Builder:
             before = self.graph.placeholder(f"before_{len(self.carries)}")
         before.meta = {"layout": None}
         with self.graph.inserting_before(node):
-            both = self.graph.call_function(carried.step, (*carried.arguments(node), before))
-            out = self.graph.call_function(operator.getitem, (both, 0))
+            both = self.graph.call_function(form.step, (*form.arguments(node), before))
             after = self.graph.call_function(operator.getitem, (both, 1))
-        value = node.meta["val"][0] if carried.pair else node.meta["val"]
-        layout = node.meta["layout"][0] if carried.pair else node.meta["layout"]
-        keep: dict[str, Any] = {k: node.meta[k] for k in ("stack_trace", "autocast") if k in node.meta}
-        both.meta, after.meta = {**keep, "layout": None}, {**keep, "layout": None}
-        out.meta = {**node.meta, "val": value, "layout": layout}
-        for user in list(node.users):
-            if not carried.pair:
-                user.replace_input_with(node, out)
-            elif user.args[1] == 0:
-                user.replace_all_uses_with(out)
-                self._replaced(user, out)
-                self.graph.erase_node(user)
-        self._replaced(node, out)
-        for user in list(node.users):
-            self.graph.erase_node(user)
+            new = both if form.pair else self.graph.call_function(operator.getitem, (both, 0))
+        both.meta = after.meta = {**node.meta, "val": None, "layout": None}
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        self._replaced(node, new)
         self.graph.erase_node(node)
-        name = getattr(carried.step, "__name__", str(carried.step))
-        self.carries.append(Carry(before.name, name, carried.shape, carried.dtype, line, _module(node)))
+        self.carries.append(Carry(before.name, form.step.__name__, form.shape, form.dtype, line, _module(node)))
         self.after.append(after)
 
     def _replaced(self, node: fx.Node, new: fx.Node) -> None:
@@ -246,7 +236,7 @@ class _Builder:
 def _module(node: fx.Node) -> str:
     """Return the path of the user's module that a node of the segment comes from."""
     stack = node.meta["origin"].meta.get("nn_module_stack") if "origin" in node.meta else None
-    return re.sub(r"^L\['(\w+)'\]", r"\1", next(reversed(stack.values()))[0]) if stack else ""
+    return users_expression(next(reversed(stack.values()))[0]) if stack else ""
 
 
 def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:

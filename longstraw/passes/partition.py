@@ -18,11 +18,12 @@ from torch.fx.node import map_arg
 from longstraw import compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import WideResult, user_line
+from longstraw.layout import window
 from longstraw.passes.carve import carve
 from longstraw.passes.find_branches import width
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
-from longstraw.stages import Head, Located, Partitioned, Segment, window
+from longstraw.stages import Head, Located, Partitioned, Segment
 
 
 def partition(step: Located) -> Partitioned:

@@ -14,8 +14,8 @@ from torch import fx
 
 from longstraw import ops
 from longstraw.arch.rules import packet
+from longstraw.layout import Shuffled, Tokens, has
 from longstraw.passes.find_branches import width
-from longstraw.stages import Shuffled, Tokens, has
 
 aten = torch.ops.aten
 _WIDE = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from longstraw import compat
+from longstraw.layout import Counts, Rows, Sizes, Tokens, unshuffled
 from longstraw.runtime.layouts import Place
-from longstraw.stages import Counts, Rows, Shuffled, Sizes, Tokens
 
 
 class Numbers:
@@ -54,7 +54,7 @@ class Numbers:
         row_dim = token_dim = None
         start, stop = 0, 0
         for dim in layout:
-            factors = list(_flat(dim))
+            factors = list(unshuffled(dim))
             groups.append(len(factors))
             for factor in factors:
                 match factor:
@@ -70,11 +70,3 @@ class Numbers:
                     case (size, _):
                         shape.append(size)
         return Place(tuple(shape), tuple(groups), row_dim, token_dim, start, stop)
-
-
-def _flat(dim: Any) -> Iterator[Any]:
-    for factor in dim:
-        if isinstance(factor, Shuffled):
-            yield from _flat(factor.of)
-        else:
-            yield factor

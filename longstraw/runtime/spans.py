@@ -14,18 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longstraw.errors import UnsupportedMask
 from longstraw.runtime import attention
-from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
+from longstraw.runtime.blocks import Blocks
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put, sum_rows, take
-from longstraw.runtime.leaves import Leaves, Part, Rows, Where
-from longstraw.runtime.state import Kept, Store, merged
+from longstraw.runtime.leaves import Leaves, Part, Where
+from longstraw.runtime.state import Store
+from longstraw.runtime.visibility import Visibility, first_seen
 from longstraw.stages import Head, Runs, Segment, SegmentInputs, Site, Stateful
-
-_CHECKED_KEYS = 2048
-_BOUND_ROWS = 8
-"""Sets of rows whose masks are held at once: those on the way from the root to a leaf."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +84,6 @@ class _Span:
         )
 
 
-def first_seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> int:
-    """Return the first of the keys `k0` to `k1` from which on any of the queries may see one (`k1` when none does)."""
-    if q0 >= q1 or k0 >= k1 or blocks.verdict(q0, q1, k0, k0 + 1) != "none":
-        return k0
-    unseen, seen = k0 + 1, k1 + 1  # keys k0..unseen are not seen; k0..seen-1 may be
-    while seen - unseen > 1:
-        middle = (unseen + seen) // 2
-        if blocks.verdict(q0, q1, k0, middle) == "none":
-            unseen = middle
-        else:
-            seen = middle
-    return unseen
-
-
 class Runner:
     """A branch with the inputs of one step.
 
@@ -129,7 +111,7 @@ class Runner:
         self._tile_bytes = tile_bytes
         segment = branch.segment
         self.windows = [(self.place_window(head).start, self.place_window(head).stop) for head in segment.heads]
-        self._blocks: dict[Rows, list[Blocks]] = {}
+        self.visibility = Visibility(branch, values)
 
     @property
     def segment(self) -> Segment:
@@ -139,88 +121,6 @@ class Runner:
     def place_window(self, head: Head) -> Place:
         """Return the tokens that a head's results cover, as a place."""
         return self.place(((head.window,),))
-
-    # --- masks ------------------------------------------------------------------------------------------------------
-
-    def blocks(self, rows: Rows) -> list[Blocks]:
-        """Return what each attention may see, for these rows."""
-        if rows not in self._blocks:
-            while len(self._blocks) >= _BOUND_ROWS:
-                del self._blocks[next(iter(self._blocks))]
-            neighbours = list(rows) == list(range(rows[0], rows[-1] + 1))  # read in place, not copied
-            chosen = slice(rows[0], rows[-1] + 1) if neighbours else list(rows)
-            programs = [
-                bind(program, [self._values[node] for node in program.inputs], chosen, finite_floor_is_unseen=True)
-                for program in self.branch.masks
-            ]
-            table: list[Blocks] = []
-            for site in self.branch.sites:
-                found: Blocks = CausalBlocks() if site.causal else EverySeen()
-                for i, index in enumerate(site.masks):
-                    found = programs[index] if i == 0 and not site.causal else both(found, programs[index])
-                table.append(found)
-            self._blocks[rows] = table
-        return self._blocks[rows]
-
-    def check_masks(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
-        """Refuse masks that let a query of the span see tokens after it, or see nothing where that has no meaning."""
-        pairs = {id(b): (s, b) for s, b in zip(self.branch.sites, self.blocks(rows), strict=True)}
-        for site, blocks in pairs.values():
-            if any(self.branch.finite[index] for index in site.masks):
-                self._check_some_key(site, blocks, lo, hi)
-            if hi >= stop or blocks.verdict(lo, hi, hi, stop) == "none":
-                continue
-            for k in range(hi, stop, _CHECKED_KEYS):
-                block = blocks.tensor(lo, hi, k, min(k + _CHECKED_KEYS, stop))
-                seen = block if block.dtype == torch.bool else block > -1e30
-                if bool(seen.any()):
-                    raise UnsupportedMask(
-                        "Attention lets a token see later tokens: the model is not causal.",
-                        where=site.line,
-                        remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to "
-                        "causal.",
-                    )
-
-    def _check_some_key(self, site: Site, blocks: Blocks, lo: int, hi: int) -> None:
-        seen: Tensor | None = None
-        for k in range(hi, 0, -_CHECKED_KEYS):
-            block = blocks.tensor(lo, hi, max(0, k - _CHECKED_KEYS), k)
-            found = (block if block.dtype == torch.bool else block > -1e30).any(-1)
-            seen = found if seen is None else seen | found
-            if bool(seen.all()):
-                return
-        raise UnsupportedMask(
-            "A token may see no token at all, and the mask gives unseen ones a finite score: it would attend to all "
-            "tokens of its row, later ones too.",
-            where=site.line,
-            remedy="Left-padded rows have such tokens. Pad on the right, or use the model's `sdpa` attention "
-            "implementation.",
-        )
-
-    def kept(self, rows: Rows, spans: Sequence[tuple[int, int]], until: int, stop: int) -> list[Kept]:
-        """Return for each slot which tokens later tokens can see.
-
-        Args:
-            rows: the rows that read the state.
-            spans: the runs of tokens that are captured at once.
-            until: end of the last of them that is kept.
-            stop: end of the rows.
-        """
-        groups = list(range(len(self.branch.slots)))  # slots that one attention reads are kept together
-        for site in self.branch.sites * 2:
-            groups[site.key_slot] = groups[site.value_slot] = min(groups[site.key_slot], groups[site.value_slot])
-        runs: dict[int, list[tuple[int, int]]] = {group: [] for group in groups}
-        readers: dict[int, dict[int, Blocks]] = {group: {} for group in groups}
-        for site, blocks in zip(self.branch.sites, self.blocks(rows), strict=True):
-            readers[groups[site.key_slot]][id(blocks)] = blocks
-        for lo, hi in spans:
-            first: dict[int, int] = {}
-            for group, found in readers.items():
-                for key, blocks in found.items():
-                    if key not in first:
-                        first[key] = first_seen(blocks, hi, stop, lo, hi)
-                runs[group].append((min((first[key] for key in found), default=lo), min(hi, until)))
-        return [merged(runs[group]) for group in groups]
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -319,7 +219,7 @@ class Runner:
         return tuple(outputs[:slots]), tuple(outputs[slots : slots + carried]), hidden
 
     def _span(self, where: Where) -> _Span:
-        return _Span(self.branch.sites, self.blocks(where.rows), where)
+        return _Span(self.branch.sites, self.visibility.blocks(where.rows), where)
 
     def _boundary(self, where: Where, leaves: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the boundary states before a span, for each of its rows."""

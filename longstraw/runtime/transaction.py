@@ -29,6 +29,7 @@ from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.leaves import Leaves, Where
 from longstraw.runtime.numbers import Numbers
+from longstraw.runtime.plan import Plan
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.row_comparison import RowComparison
 from longstraw.runtime.spans import Runner, SpanGraph
@@ -36,9 +37,6 @@ from longstraw.runtime.state import Store
 from longstraw.stages import Located, Lowered, Runs, Stateful
 
 _TILE_BYTES = 16 << 20
-_SPAN_BYTES = 512 << 20
-_BOUNDARY_BYTES = 256 << 20
-"""What the boundary states saved for unwind may take before they are thinned."""
 
 
 def run_step(program: Lowered, *inputs: Any) -> Any:
@@ -114,7 +112,7 @@ class BranchRun:
                 f"{numbers.tokens} tokens.",
                 remedy="Cut off what was padded before the first or after the last token.",
             )
-        self.span_tokens = self._choose_span()
+        self.plan = Plan.of(branch, self.options)
         self.differentiable = self._differentiable()
         self.tree = self._build_tree()
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
@@ -125,27 +123,6 @@ class BranchRun:
         self._advance: Callable[[int], object] = _ignore
 
     # --- plan -------------------------------------------------------------------------------------------------------
-
-    def _choose_span(self) -> int:
-        if self.options.span_tokens != "auto":
-            return self.options.span_tokens
-        fitting = _SPAN_BYTES // max(1, self.branch.graph_bytes_per_token)
-        return max(64, min(2048, 1 << max(0, fitting.bit_length() - 1)))
-
-    @property
-    def _tail_tokens(self) -> int:
-        """How many of the shared prompt's last tokens keep their graph from capture to unwind, at most."""
-        return max(1, self.span_tokens // 4)
-
-    @property
-    def _response_tokens(self) -> int:
-        """How many tokens of responses have a graph at once: beside the tail, less than a span of the prompt."""
-        return max(1, 3 * self.span_tokens // 16)
-
-    def _batch(self, tokens: int) -> int:
-        if self.options.replay_rows != "auto":
-            return self.options.replay_rows
-        return max(1, self._response_tokens // max(1, tokens))
 
     def _differentiable(self) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
@@ -165,7 +142,7 @@ class BranchRun:
             stop=self.stop,
             common=comparison.common,
             least=self.options.page_tokens,
-            batch=self._batch,
+            batch=self.plan.batch,
         )
         if self.options.prompt_grad == "none":
             if self.first_result <= 0:
@@ -216,7 +193,7 @@ class BranchRun:
             self.leaves = Leaves(
                 self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows
             )
-            self._recordable = self._response_tokens
+            self._recordable = self.plan.response_tokens
         with self._progress("capture and score"):
             self._forward(self.tree, (), results, keep=keep)
         return results
@@ -249,16 +226,9 @@ class BranchRun:
         ).shape
         return torch.zeros(shape, dtype=node.meta["val"].dtype, device=self.device)
 
-    def _spans(self, node: Node) -> list[tuple[int, int]]:
+    def _spans(self, node: Node) -> Sequence[tuple[int, int]]:
         """Return the spans of a node; the last one of a prompt is short enough to keep its graph during replay."""
-        spans: list[tuple[int, int]] = []
-        lo = node.start
-        while lo < node.stop:
-            left = node.stop - lo
-            tail = self._tail_tokens if node is self.tree and node.children else 0
-            spans.append((lo, lo + (min(self.span_tokens, left - tail) if left > tail else left)))
-            lo = spans[-1][1]
-        return spans
+        return self.plan.spans(node, has_tail=node is self.tree and bool(node.children))
 
     def _is_frozen(self, node: Node) -> bool:
         """Return whether no gradient reaches a node's tokens."""
@@ -275,7 +245,7 @@ class BranchRun:
         stop = kept_spans[-1][1] if kept_spans else node.start
         return Store(
             self.branch.slots,
-            self.runner.kept(tuple(node.rows), kept_spans, stop, self.stop),
+            self.runner.visibility.kept(tuple(node.rows), kept_spans, stop, self.stop),
             owner=f"rows {node.rows[0]}..{node.rows[-1]}, tokens {node.start}..{node.stop}",
             rows=node.num_rows,
             start=node.start,
@@ -288,16 +258,6 @@ class BranchRun:
         """Return the boundary states before the first token: zeros, for one row."""
         return [torch.zeros((1, *c.shape), dtype=c.dtype, device=self.device) for c in self.branch.carries]
 
-    def _boundary_every(self, node: Node) -> int:
-        """Return n: unwind finds the boundary states at every n-th span of a node and computes those between again."""
-        if self.options.boundary_every != "auto":
-            return self.options.boundary_every
-        spans, size = len(self._spans(node)), node.num_rows * sum(c.num_bytes for c in self.branch.carries)
-        if spans * size <= _BOUNDARY_BYTES:
-            return 1
-        best = round(spans**0.5)  # where spans / n + n is least
-        return next((n for n in range(2, best) if (-(-spans // n) + n) * size <= _BOUNDARY_BYTES), best)
-
     def _forward(self, node: Node, path: tuple[Store, ...], results: Sequence[Tensor], *, keep: bool) -> None:
         store = self._store(node, path)
         here = (*path, store)
@@ -305,11 +265,12 @@ class BranchRun:
         keep_starts = keep_store and not self._is_frozen(node)
         if keep_starts:
             store.track_gradients(self.options.grad_dtype)
-        spans, every = self._spans(node), self._boundary_every(node) if keep_starts else 0
+        spans = self._spans(node)
+        every = self.plan.boundary_every(len(spans), node.num_rows) if keep_starts else 0
         try:
             for number, (lo, hi) in enumerate(spans, start=1):
                 where = self._where(node, here, lo, hi)
-                self.runner.check_masks(where.rows, lo, hi, self.stop)
+                self.runner.visibility.check(where.rows, lo, hi, self.stop)
                 last = hi == node.stop and not node.children
                 if keep and self._records(node, lo, hi):
                     after = self._record(node, where, results, store=None if last else store)
@@ -334,7 +295,7 @@ class BranchRun:
         if hi < node.stop or self._is_frozen(node):
             return False
         if node is self.tree:
-            return not node.children or hi - lo <= self._tail_tokens
+            return not node.children or hi - lo <= self.plan.tail_tokens
         tokens = (hi - lo) * node.num_rows
         if node.children or lo > node.start or tokens > self._recordable:
             return False
@@ -380,7 +341,7 @@ class BranchRun:
         here = (*path, store)
         try:
             if not captured:
-                every = self._boundary_every(node)
+                every = self.plan.boundary_every(len(spans), node.num_rows)
                 for number, (lo, hi) in enumerate(spans if node.children else spans[:-1], start=1):
                     with torch.no_grad():
                         after = self.runner.forward(self._where(node, here, lo, hi), None, keep=store)
@@ -424,16 +385,17 @@ class BranchRun:
 
     def _recompute_boundary(self, node: Node, where: Where) -> None:
         """Run the spans before a span again, from the last one whose boundary states are held."""
-        boundaries = where.path[-1].boundaries
-        at = boundaries.nearest(where.lo) if self.branch.carries else where.lo
+        store = where.path[-1]
+        at = store.boundaries.nearest(where.lo)
+        if not self.branch.carries or at == where.lo:
+            return
         for lo, hi in self._spans(node):
             if at <= lo < where.lo:
-                where.path[-1].restore(lo)
+                store.restore(lo)
                 with torch.no_grad():
                     after = self.runner.forward(self._where(node, where.path, lo, hi), None, keep=None, boundary=True)
-                boundaries.save(hi, after, keep=True)
-        if at < where.lo:
-            where.path[-1].restore(where.lo)
+                store.boundaries.save(hi, after, keep=True)
+        store.restore(where.lo)
 
 
 def _ignore(_: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 CHUNK = 64
 
@@ -54,7 +55,7 @@ def selective_scan(
     state = state.to(dtype)
     for lo in range(0, x.shape[1], CHUNK):
         cut = [t if i == 2 else t[:, lo : lo + CHUNK] for i, t in enumerate(wide)]
-        out, state = torch.utils.checkpoint.checkpoint(_selective_chunk, *cut, state, use_reentrant=False)
+        out, state = checkpoint(_selective_chunk, *cut, state, use_reentrant=False, preserve_rng_state=False)
         outs.append(out)
     return torch.cat(outs, 1).to(x.dtype), state
 

@@ -37,7 +37,6 @@ def library_op(name: str, step: Step, *, output: Callable[..., Tensor], state: C
 
     def setup(ctx: Any, inputs: tuple[list[Tensor], Tensor | None], output: tuple[Tensor, Tensor]) -> None:
         tensors, start = inputs
-        ctx.count = len(tensors)
         ctx.save_for_backward(*tensors, start)
 
     def backward(ctx: Any, grad: Tensor | None, grad_last: Tensor | None) -> tuple[list[Tensor | None], Tensor | None]:

@@ -327,7 +327,7 @@ def test_a_function_that_computes_something_else_is_left_alone() -> None:
 def test_explain_lists_boundary_states() -> None:
     model = zoo.build(HYBRID, layers=4)
     text = str(longstraw.explain(STEPS["grpo"].function, copy.deepcopy(model), **STEPS["grpo"].inputs(model)))
-    assert "layers.{0, 1, 2}.linear_attn" in text or "layers.{0-2}.linear_attn" in text or "linear_attn" in text
+    assert "model.model.layers.{0, 2}.linear_attn" in text and "model.model.layers.{1, 3}.self_attn" in text
     assert "4 x 16 x 16 = 1024 numbers of gated_delta_rule" in text
     assert "128 x 3 = 384 numbers of causal_conv" in text
 

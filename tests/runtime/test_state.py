@@ -11,8 +11,8 @@ from longstraw.errors import StateMisuse
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.blocks import CausalBlocks
 from longstraw.runtime.prefix_tree import Node
-from longstraw.runtime.spans import first_seen
 from longstraw.runtime.state import Kept, Store, merged
+from longstraw.runtime.visibility import first_seen
 from longstraw.stages import Slot
 
 SLOTS = (Slot("key", 2, 3, torch.float32, ""), Slot("value", 2, 5, torch.float32, ""))

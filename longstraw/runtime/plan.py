@@ -1,0 +1,77 @@
+"""How a step is cut: tokens of a span, rows of a batch, what keeps its graph, which boundary states are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longstraw.options import Options
+from longstraw.runtime.prefix_tree import Node
+from longstraw.stages import Stateful
+
+_SPAN_BYTES = 512 << 20
+"""What the graph of a span may take."""
+_BOUNDARY_BYTES = 256 << 20
+"""What the boundary states saved for unwind may take before they are thinned."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of one branch.
+
+    Attributes:
+        span_tokens: tokens of a row executed at once.
+        replay_rows: rows of a batch of responses, or None: as many as `response_tokens` allow.
+        saved_every: every how many-th boundary state is saved, or None: by what they take.
+        boundary_bytes: what the boundary states of one row take.
+    """
+
+    span_tokens: int
+    replay_rows: int | None
+    saved_every: int | None
+    boundary_bytes: int
+
+    @classmethod
+    def of(cls, branch: Stateful, options: Options) -> Plan:
+        """Return the plan for a branch: what the options say, and what fits where they say "auto"."""
+        fitting = _SPAN_BYTES // max(1, branch.graph_bytes_per_token)
+        automatic = max(64, min(2048, 1 << max(0, fitting.bit_length() - 1)))
+        return cls(
+            automatic if options.span_tokens == "auto" else options.span_tokens,
+            None if options.replay_rows == "auto" else options.replay_rows,
+            None if options.boundary_every == "auto" else options.boundary_every,
+            sum(carry.num_bytes for carry in branch.carries),
+        )
+
+    @property
+    def tail_tokens(self) -> int:
+        """How many of the shared prompt's last tokens keep their graph from capture to unwind, at most."""
+        return max(1, self.span_tokens // 4)
+
+    @property
+    def response_tokens(self) -> int:
+        """How many tokens of responses have a graph at once: beside the tail, less than a span of the prompt."""
+        return max(1, 3 * self.span_tokens // 16)
+
+    def batch(self, tokens: int) -> int:
+        """Return how many responses of so many tokens run together."""
+        return self.replay_rows or max(1, self.response_tokens // max(1, tokens))
+
+    def spans(self, node: Node, *, has_tail: bool) -> Sequence[tuple[int, int]]:
+        """Return the spans of a node; with a tail, the last one has at most `tail_tokens`."""
+        found: list[tuple[int, int]] = []
+        tail = self.tail_tokens if has_tail else 0
+        lo = node.start
+        while lo < node.stop:
+            left = node.stop - lo
+            found.append((lo, lo + (min(self.span_tokens, left - tail) if left > tail else left)))
+            lo = found[-1][1]
+        return found
+
+    def boundary_every(self, num_spans: int, num_rows: int) -> int:
+        """Return n: unwind finds the boundary states at every n-th span of a node, and computes those between again."""
+        size = num_rows * self.boundary_bytes
+        if self.saved_every is not None or num_spans * size <= _BOUNDARY_BYTES:
+            return self.saved_every or 1
+        best = round(num_spans**0.5)  # where num_spans / n + n is least
+        return next((n for n in range(2, best) if (-(-num_spans // n) + n) * size <= _BOUNDARY_BYTES), best)
