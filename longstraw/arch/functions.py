@@ -30,16 +30,16 @@ class Opaque:
     """A function that is traced as another.
 
     Attributes:
-        module: pattern of the modules that define it, matched whole.
-        name: its name there; `Class.method` for a method.
+        name: its name in its module; `Class.method` for a method.
         traceable: what is traced instead; it takes the same arguments.
-        sample: `() -> (args, kwargs)` for comparing the two; None when there is nothing to compare.
+        sample: `() -> (args, kwargs)` for comparing the two; None when they can't be compared.
+        module: pattern of the modules that may define it, matched whole.
     """
 
-    module: str
     name: str
     traceable: Function
     sample: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]] | None
+    module: str = ".*"
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -93,6 +93,35 @@ def _in_order(*names: str) -> Function:
 delta_rule_by_token = _in_order("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 delta_rule_in_chunks = _in_order("chunk_size", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 """The size of chunks changes nothing."""
+
+
+def delta_rule_of_library(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule as flash-linear-attention's functions take it; gates that its kernels compute are not known."""
+    unknown = [name for name, value in kwargs.items() if value]
+    if unknown:
+        raise NotImplementedError(f"{unknown[0]}: longstraw doesn't know what it does")
+    return delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )
 
 
 def selective_scan(
@@ -265,19 +294,22 @@ def _lightning_sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (layer, _random(2, 5, 6), None, None), {}
 
 
-_MODELS = r"(transformers\.models|transformers_modules)\..*"
 FUNCTIONS: tuple[Opaque, ...] = (
-    Opaque(_MODELS, "torch_chunk_gated_delta_rule", delta_rule_in_chunks, _delta_sample),
-    Opaque(_MODELS, "torch_recurrent_gated_delta_rule", delta_rule_by_token, _delta_sample),
-    Opaque(_MODELS, "chunk_kimi_delta_attention", delta_rule_in_chunks, _channel_sample),
-    Opaque(_MODELS, "recurrent_kimi_delta_attention", delta_rule_by_token, _channel_sample),
-    Opaque(_MODELS, "causal_conv1d_fn", short_convolution, _convolution_sample),
-    Opaque(_MODELS, "mamba_selective_scan", selective_scan, _selective_sample),
-    Opaque(_MODELS, "mamba2_chunk_scan", chunk_scan, _chunk_sample),
-    Opaque(_MODELS, "RecurrentGemmaRglru._rnn_scan", reset_recurrence, _reset_sample),
-    Opaque(_MODELS, "MiniMaxLightningAttention.forward", lightning_attention, _lightning_sample),
-    Opaque(_MODELS, "mamba_inner_fn", no_fused_kernel, None),
-    Opaque(_MODELS, "mamba2_split_conv1d_scan_combined", no_fused_kernel, None),
+    Opaque("torch_chunk_gated_delta_rule", delta_rule_in_chunks, _delta_sample),
+    Opaque("torch_recurrent_gated_delta_rule", delta_rule_by_token, _delta_sample),
+    Opaque("chunk_kimi_delta_attention", delta_rule_in_chunks, _channel_sample),
+    Opaque("recurrent_kimi_delta_attention", delta_rule_by_token, _channel_sample),
+    Opaque("causal_conv1d_fn", short_convolution, _convolution_sample),
+    Opaque("mamba_selective_scan", selective_scan, _selective_sample),
+    Opaque("mamba2_chunk_scan", chunk_scan, _chunk_sample),
+    Opaque("RecurrentGemmaRglru._rnn_scan", reset_recurrence, _reset_sample),
+    Opaque("MiniMaxLightningAttention.forward", lightning_attention, _lightning_sample),
+    # Kernels for a GPU only, which numbers on the CPU can't be compared with: known by the library that has them.
+    Opaque("chunk_gated_delta_rule", delta_rule_of_library, None, module=r"fla\..*"),
+    Opaque("chunk_kda", delta_rule_of_library, None, module=r"fla\..*"),
+    # Of these the models' own wrappers return None where the kernel is not installed.
+    Opaque("mamba_inner_fn", no_fused_kernel, None, module=r"transformers\.models\..*"),
+    Opaque("mamba2_split_conv1d_scan_combined", no_fused_kernel, None, module=r"transformers\.models\..*"),
 )
 """Functions that longstraw knows."""
 
@@ -296,11 +328,16 @@ def opaque_functions(rules: Iterable[Any] = ()) -> list[Substitution]:
         for module in [m for known, m in list(sys.modules.items()) if pattern.fullmatch(known)]:
             owner: Any = module
             for part in path:
-                owner = getattr(owner, part, None)
-            function = vars(owner).get(name) if owner is not None else None
+                owner = _members(owner).get(part)
+            function = _members(owner).get(name)
             if inspect.isfunction(function) and function not in found and _agrees(function, entry):
                 found[function] = Substitution(owner, name, function, entry.traceable)
     return list(found.values())
+
+
+def _members(owner: Any) -> Mapping[str, Any]:
+    """Return what a module or class defines, without setting off what a lazy module does when it is asked."""
+    return getattr(owner, "__dict__", None) or {}
 
 
 def _plain(rule: Scan) -> Function:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import longstraw
+from longstraw.arch import functions
 from longstraw.errors import LongstrawError
 from tests.equality import assert_equal, compare
 from tests.models import zoo
@@ -312,8 +316,6 @@ def test_a_state_that_leaves_the_model_is_refused() -> None:
 
 
 def test_a_function_that_computes_something_else_is_left_alone() -> None:
-    from longstraw.arch import functions
-
     entry = next(e for e in functions.FUNCTIONS if e.name == "torch_chunk_gated_delta_rule")
 
     def other(*args: Any, **kwargs: Any) -> Any:
@@ -403,10 +405,6 @@ def test_a_scan_that_contradicts_itself_is_refused(message: str) -> None:
 
 
 def test_the_callers_autocast_does_not_decide_which_functions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.mamba2 import modeling_mamba2
-
-    from longstraw.arch import functions
-
     monkeypatch.setattr(functions, "_compared", {})
     entry = next(e for e in functions.FUNCTIONS if e.name == "mamba2_chunk_scan")
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
@@ -428,3 +426,34 @@ def test_results_for_padding_are_refused() -> None:
     torch._dynamo.reset()
     with pytest.raises(LongstrawError, match="has results for the tokens"):
         assert_same(Tiny(), *inputs(), function=beyond)
+
+
+def test_a_function_of_the_kernel_library_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library runs on a GPU only; here a module of its name stands for it, whose function must not be called."""
+    library = types.ModuleType("fla.ops.gated_delta_rule")
+    exec("def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs): raise AssertionError('called')", vars(library))
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+
+    def by_library(m: Mixed, x: Tensor, rule: Callable) -> Tensor:
+        q, v = x.unflatten(-1, (2, 8)), m.out(x).unflatten(-1, (2, 8))
+        gates = m.bias.flatten()[:2].sigmoid().expand(*x.shape[:2], 2)
+        out, _ = rule(q, F.normalize(v, dim=-1), v, g=-gates, beta=gates, use_qk_l2norm_in_kernel=True)
+        return out.flatten(2)
+
+    reference = Mixed(lambda m, x: by_library(m, x, functions.delta_rule_of_library))
+    model = Mixed(lambda m, x: by_library(m, x, library.chunk_gated_delta_rule))
+    loss, expected = gradients(step, reference, *inputs())
+    torch._dynamo.reset()
+    options = {"span_tokens": 4, "page_tokens": 2}
+    found_loss, found = gradients(torch.compile(step, backend="longstraw", options=options), model, *inputs())
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    assert_grads_equal(found, expected)
+
+
+def test_a_model_of_ones_own_with_a_known_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a model's code under any module name: the function's numbers decide."""
+    module = types.ModuleType("somebodys_model")
+    vars(module)["torch_chunk_gated_delta_rule"] = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = {s.function for s in functions.opaque_functions()}
+    assert module.torch_chunk_gated_delta_rule in names
