@@ -313,6 +313,17 @@ def exit_autocast(context: torch.autocast) -> None:
     context.__exit__(None, None, None)
 
 
+def memory(value: torch.Tensor) -> int:
+    """Return the identity of the memory that a tensor, real or fake, lies in."""
+    return cast(int, value.untyped_storage()._cdata)
+
+
+enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
+exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
+read_data = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+"""What `torch.inference_mode` and `tensor.data` are in a Dynamo graph."""
+
+
 def current_autocast(device: str) -> tuple[tuple[str, bool, torch.dtype], ...]:
     """Return the autocast settings in force for a device type, for `autocast_state`."""
     return ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),)

@@ -151,17 +151,40 @@ class Sizes:
         """Return whether a size is a plain number."""
         return size[0] == size[1]
 
-    def locate(self, size: Probe) -> Dim | None:
-        """Return what a dim of this size runs over, judged by size alone; None when the size says nothing."""
+    def width(self, value: Any) -> int:
+        """Return how many numbers a value has per row and token: the product of its plain dims."""
+        count = 1
+        sizes = [expression(size) for size in value.shape]
+        if self.is_static(self.rows) and sizes[:1] == [self.rows[0]] and any(size.free_symbols for size in sizes):
+            del sizes[0]
+        for expr in sizes:
+            if not expr.free_symbols:
+                count *= int(expr)
+        return count
+
+    def bytes_per_token(self, value: Any) -> int:
+        """Return how many bytes a value has per row and token."""
+        return int(self.width(value) * value.element_size())
+
+    def locate(self, size: Probe, *, first: bool = False) -> Dim | None:
+        """Return what a dim of this size runs over, judged by size alone; None when the size says nothing.
+
+        Where the number of rows is a constant (the step's code loops over rows, or names their number), only a first
+        dim of that size is taken for rows, in a value that runs over tokens, too.
+
+        Args:
+            size: the dim's size.
+            first: whether it is the first dim of its tensor.
+        """
         if size == (1, 1):
             return ()
-        if self.is_static(size):
-            return (size,)
-        rows: Dim = () if self.is_static(self.rows) else (ROWS,)
+        rows: Dim = () if self.rows == (1, 1) or (self.is_static(self.rows) and not first) else (ROWS,)
         if rows and size == self.rows:
             return rows
-        token_dim = (*rows, self.full)
-        for dim in ((self.full,), token_dim):
+        if self.is_static(size):
+            return (size,)
+        dims: list[Dim] = [(self.full,), (*rows, self.full)]
+        for dim in reversed(dims) if self.is_static(self.rows) else dims:
             base = self.of_dim(dim)
             if all(s % b == 0 for s, b in zip(size, base, strict=True)):
                 rest = (size[0] // base[0], size[1] // base[1])
@@ -171,5 +194,6 @@ class Sizes:
 
     def locate_shape(self, shape: tuple[Probe, ...]) -> Layout | None:
         """Return the layout of a value judged by its sizes alone, or None."""
-        dims = [self.locate(size) for size in shape]
+        over_tokens = any(not self.is_static(size) for size in shape)
+        dims = [self.locate(size, first=i == 0 and over_tokens) for i, size in enumerate(shape)]
         return None if any(dim is None for dim in dims) else tuple(dim for dim in dims if dim is not None)

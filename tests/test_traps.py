@@ -252,3 +252,25 @@ def test_a_cast_that_changes_nothing_under_no_grad_keeps_the_gradient() -> None:
     torch._dynamo.reset()
     small.assert_same(small.Tiny(), *small.inputs(), function=with_norm)
     small.assert_same(small.Tiny(), *small.inputs(), function=with_norm, check="numbers")
+
+
+# --- sizes ---
+
+
+def _named_group(group: int) -> Callable[..., Tensor]:
+    def step(model, prompt, responses, mask, old_logp, advantages):
+        ids = torch.cat([prompt.expand(group, -1), responses], 1)
+        logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+        losses = (selected_logp(logits, responses) - old_logp).exp() * mask
+        return -sum(advantages[i] * losses[i].sum() / mask[i].sum() for i in range(group)) / group
+
+    return step
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral", "qwen3_next", "gpt2"])
+def test_a_number_of_rows_that_the_code_names(name: str, group: int) -> None:
+    """Rows are a constant then, and other dims (heads, experts of a token) have the same size."""
+    step = Step(_named_group(group))
+    model = zoo.build(name)
+    assert_equal(compare(step, model, step.inputs(model, group=group), options=OPTIONS))

@@ -104,11 +104,11 @@ def expanded(r: Reader, node: fx.Node) -> Layout:
     shape = r.shape(node)
     source = ((),) * (len(shape) - len(source)) + source
     dims: list[Dim] = []
-    for size, dim in zip(shape, source, strict=True):
+    for i, (size, dim) in enumerate(zip(shape, source, strict=True)):
         if size == r.sizes.of_dim(dim):
             dims.append(dim)
         elif dim == ():
-            located = r.sizes.locate(size)
+            located = r.sizes.locate(size, first=i == 0)
             if located is None:
                 r.unsupported(node, "it expands to a size that is neither rows nor tokens of the step")
             dims.append(located)
@@ -129,7 +129,7 @@ def repeat_interleave(r: Reader, node: fx.Node) -> Layout:
         r.unsupported(node, "it flattens its input")
     d = a["dim"] % len(source)
     if source[d] == ():
-        return (*source[:d], r.sizes.locate(shape[d]) or (shape[d],), *source[d + 1 :])
+        return (*source[:d], r.sizes.locate(shape[d], first=d == 0) or (shape[d],), *source[d + 1 :])
     if has(source[d], Tokens) or has(source[d], Rows):
         count = shape[d][0] // r.sizes.of_dim(source[d])[0]
         return (*source[:d], (*source[d], (count, count)), *source[d + 1 :])

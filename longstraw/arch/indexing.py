@@ -60,7 +60,7 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
 def _other_at(r: Reader, user: fx.Node, node: fx.Node, like: Layout, d: int) -> Layout:
     """Return `like` with dim `d` as in `node`, judged by its size there."""
     d %= len(like)
-    dim = r.sizes.locate(r.shape(node)[d])
+    dim = r.sizes.locate(r.shape(node)[d], first=d == 0)
     if dim is None:
         r.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
     return (*like[:d], dim, *like[d + 1 :])

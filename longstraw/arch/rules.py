@@ -122,13 +122,13 @@ class Reader:
         shape = self.shape(node)
         like = ((),) * (len(shape) - len(like)) + like
         dims: list[Dim] = []
-        for size, dim in zip(shape, like[len(like) - len(shape) :], strict=True):
+        for i, (size, dim) in enumerate(zip(shape, like[len(like) - len(shape) :], strict=True)):
             if size == (1, 1):
                 dims.append(())
             elif size == self.sizes.of_dim(dim):
                 dims.append(dim)
             else:
-                located = self.sizes.locate(size) if dim == () else None
+                located = self.sizes.locate(size, first=i == 0) if dim == () else None
                 if located is None:
                     self.unsupported(user, f"its operand {node.name} doesn't line up with the token dim")
                 dims.append(located)

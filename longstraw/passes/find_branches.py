@@ -81,16 +81,6 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
     raise AssertionError("a graph without a model was given to find_branches")
 
 
-def width(value: torch.Tensor) -> int:
-    """Return how many numbers a value has per row and token: the product of its plain dims."""
-    count = 1
-    for size in value.shape:
-        expr = expression(size)
-        if not expr.free_symbols:
-            count *= int(expr)
-    return count
-
-
 def token_dims(value: torch.Tensor, sizes: Sizes) -> int:
     """Return how many of a value's dims have a size that depends on the number of tokens."""
     symbols = sizes.tokens_expr.free_symbols - sizes.rows_expr.free_symbols
@@ -121,7 +111,7 @@ def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dic
         if node in pure and node.users and all(kinds.get(user) == "block" for user in node.users):
             kinds[node] = "block"  # a table on its way to a mask
     _mark_joined_inputs(graph, kinds, sizes)
-    _mark_tail(graph, kinds)
+    _mark_tail(graph, kinds, sizes)
     return kinds
 
 
@@ -136,7 +126,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if not values:
         return "size"
     symbolic = any(expression(size).free_symbols for value in values for size in value.shape)
-    wide = any(_is_wide(value) for value in values)
+    wide = any(_is_wide(value, sizes) for value in values)
     square = any(token_dims(value, sizes) > 1 for value in values)
     if node.op == "placeholder":
         if symbolic and wide and not square:
@@ -152,11 +142,11 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if "invariant" in operands:
         return "region" if symbolic else "invariant"
     if "given" in operands:
-        return "given" if all(_is_given(x, kinds) for x in tensors((node.args, node.kwargs))) else "region"
+        return "given" if all(_is_given(x, kinds, sizes) for x in tensors((node.args, node.kwargs))) else "region"
     if square or "block" in operands:
         return "block"
     if not symbolic:
-        return "light" if width(values[0]) <= _SMALL_CONSTANT else "invariant"
+        return "light" if sizes.width(values[0]) <= _SMALL_CONSTANT else "invariant"
     return "region" if wide else "light"
 
 
@@ -183,19 +173,19 @@ def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes
             kinds.update(dict.fromkeys(before, "given"))
 
 
-def _is_wide(value: torch.Tensor) -> bool:
+def _is_wide(value: torch.Tensor, sizes: Sizes) -> bool:
     """Return whether a value has too many numbers per token to be held for all rows and tokens."""
-    return width(value) > (NARROW if value.is_floating_point() or value.is_complex() else NARROW_INDEX)
+    return sizes.width(value) > (NARROW if value.is_floating_point() or value.is_complex() else NARROW_INDEX)
 
 
-def _is_given(node: fx.Node, kinds: dict[fx.Node, str]) -> bool:
+def _is_given(node: fx.Node, kinds: dict[fx.Node, str], sizes: Sizes) -> bool:
     """Return whether an operand is an input's value, and not a (frozen) weight."""
     value = node.meta["val"]
     symbolic = any(expression(size).free_symbols for size in value.shape)
-    return kinds[node] == "given" or (kinds[node] == "light" and (symbolic or width(value) <= NARROW))
+    return kinds[node] == "given" or (kinds[node] == "light" and (symbolic or sizes.width(value) <= NARROW))
 
 
-def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
+def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None:
     """Mark narrow region values with no hidden value after them."""
     leads_on: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -203,7 +193,7 @@ def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str]) -> None:
             continue
         after = any(user in leads_on for user in node.users)
         values = _values(node)
-        wide = any(_is_wide(value) for value in values) or _mixes(node)
+        wide = any(_is_wide(value, sizes) for value in values) or _mixes(node)
         if after or wide:
             leads_on.add(node)
         else:

@@ -23,7 +23,7 @@ from longstraw.arch.rules import packet
 from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
-from longstraw.passes.find_branches import width
+from longstraw.layout import Sizes
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Carry, Carved, Located, Partitioned, Segment, Site, Slot, SpanForm, Stateful, WithState
 
@@ -176,10 +176,10 @@ class _Builder:
         return operand
 
     def _index_values(self, chain: list[fx.Node]) -> dict[fx.Node, torch.Tensor]:
-        """Run a chain of rearranging ops on the positions of its source's elements, for 2 rows and 3 tokens."""
+        """Run a chain of rearranging ops on the positions of its source's elements, for a few rows and tokens."""
         source = chain[-1]
-        static = self.step.sizes.is_static(self.step.sizes.rows)
-        env: dict[fx.Node, Any] = {self.rows: 1 if static else 2, self.tokens: 3}
+        rows = self.step.sizes.rows
+        env: dict[fx.Node, Any] = {self.rows: rows[0] if self.step.sizes.is_static(rows) else 2, self.tokens: 3}
 
         def run(node: fx.Node) -> Any:
             if node not in env:
@@ -213,7 +213,7 @@ class _Builder:
             tuple(self.sites),
             tuple(self.programs.values()),
             tuple(mask.meta.get("finite", mask.meta["val"].is_floating_point()) for mask in self.programs),
-            _bytes_per_token(self.graph),
+            _bytes_per_token(self.graph, self.step.sizes),
         )
 
     def _graph(self, outputs: tuple[fx.Node, ...]) -> fx.GraphModule:
@@ -243,10 +243,10 @@ def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith(prefix)]
 
 
-def _bytes_per_token(graph: fx.Graph) -> int:
+def _bytes_per_token(graph: fx.Graph, sizes: Sizes) -> int:
     """Return about how many bytes per token the autograd graph of a span keeps."""
     return sum(
-        width(node.meta["val"]) * node.meta["val"].element_size()
+        sizes.bytes_per_token(node.meta["val"])
         for node in graph.nodes
         if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
     )

@@ -13,31 +13,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.passes.find_branches import width
+from longstraw.layout import Sizes
 from longstraw.passes.partition import extract
 from longstraw.passes.tile import tile_wide_parts
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Lowered, Runs, Stateful, WithState
 
 
-def _tiled(branch: Stateful) -> Stateful:
+def _tiled(branch: Stateful, sizes: Sizes) -> Stateful:
     """Return a branch with the widest parts of its graphs as tiled calls."""
-    hidden = min((_bytes_per_token(node) for node in branch.segment.frontier), default=0)
+    hidden = min((sizes.bytes_per_token(node.meta["val"]) for node in branch.segment.frontier), default=0)
     capture, score, relay = (
-        tile_wide_parts(copy_graph(module), hidden) for module in (branch.capture, branch.score, branch.relay)
+        tile_wide_parts(copy_graph(module), hidden, sizes=sizes)
+        for module in (branch.capture, branch.score, branch.relay)
     )
     return replace(branch, capture=capture, score=score, relay=relay)
-
-
-def _bytes_per_token(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(width(value) * value.element_size())
 
 
 def lower(step: WithState) -> Lowered:
     """Return the step ready to run."""
     located = step.partitioned.step
-    step = replace(step, branches=tuple(_tiled(branch) for branch in step.branches))
+    step = replace(step, branches=tuple(_tiled(branch, located.sizes) for branch in step.branches))
     light: dict[fx.Node, None] = {}
     for branch in step.branches:
         graphs = [branch.segment.body, *(head.graph for head in branch.segment.heads)]

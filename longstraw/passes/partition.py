@@ -18,9 +18,8 @@ from torch.fx.node import map_arg
 from longstraw import compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import WideResult, user_line
-from longstraw.layout import window
+from longstraw.layout import Sizes, window
 from longstraw.passes.carve import carve
-from longstraw.passes.find_branches import width
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Head, Located, Partitioned, Segment
@@ -115,7 +114,7 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
         assert seen is not None
         graph = carve(step, outputs=[results[i] for i in members], stops=stops)
         restore_autocast(graph.module)
-        heads.append(Head(graph, seen, tuple(members), _head_bytes(graph.module)))
+        heads.append(Head(graph, seen, tuple(members), _head_bytes(graph.module, step.sizes)))
     return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results)
 
 
@@ -148,7 +147,7 @@ def _find_frontier(
     after = [n for n in step.module.graph.nodes if n in wanted and n not in body and _is_tensor(n)]
     if not after:
         return tuple(n for n in branch if n in wanted and any(u in results or u in wanted for u in n.users))[-1:]
-    widest = max(after, key=lambda n: (width(n.meta["val"]) * n.meta["val"].element_size(), -after.index(n)))
+    widest = max(after, key=lambda n: (step.sizes.bytes_per_token(n.meta["val"]), -after.index(n)))
     cut = set(
         min_cut(
             [
@@ -159,7 +158,7 @@ def _find_frontier(
             users=lambda n: [u for u in n.users if u in wanted],
             is_source=lambda n: n in body or not any(step.kinds.get(x) == "region" for x in n.all_input_nodes),
             is_sink=lambda n: n is widest,
-            cost=lambda n: width(n.meta["val"]) * n.meta["val"].element_size() if _is_tensor(n) else 1 << 40,
+            cost=lambda n: step.sizes.bytes_per_token(n.meta["val"]) if _is_tensor(n) else 1 << 40,
             near_sink=True,
         )
     )
@@ -181,12 +180,10 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _head_bytes(module: fx.GraphModule) -> int:
+def _head_bytes(module: fx.GraphModule, sizes: Sizes) -> int:
     """Return the bytes per token of all values of a head: what its autograd graph may keep."""
     return sum(
-        width(n.meta["val"]) * n.meta["val"].element_size()
-        for n in module.graph.nodes
-        if n.op == "call_function" and _is_tensor(n)
+        sizes.bytes_per_token(n.meta["val"]) for n in module.graph.nodes if n.op == "call_function" and _is_tensor(n)
     )
 
 

@@ -54,7 +54,11 @@ def _name(node: fx.Node) -> str:
 
 def _is_mode(node: fx.Node) -> bool:
     """Return whether a node switches grad mode or autocast: it belongs wherever the nodes between the switches do."""
-    return node.op == "call_function" and _name(node) in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
+    return node.op == "call_function" and _name(node) in ("_set_grad_enabled", *_ENTERS, *_EXITS)
+
+
+_ENTERS = ("_enter_autocast", "_enter_inference_mode")
+_EXITS = ("_exit_autocast", "_exit_inference_mode")
 
 
 def _writes(node: fx.Node) -> bool:
@@ -123,7 +127,7 @@ def _assign_switches(graph: fx.Graph, pieces: dict[fx.Node, set[int]]) -> None:
             for _, inside in opened:
                 inside.update(pieces.get(node, ()))
             continue
-        opens = _name(node) == "_enter_autocast" or node.args == (False,) or not opened
+        opens = _name(node) in _ENTERS or (_name(node) not in _EXITS and (node.args == (False,) or not opened))
         if opens:
             opened.append((node, set()))
         else:

@@ -14,39 +14,39 @@ from torch import fx
 
 from longstraw import ops
 from longstraw.arch.rules import packet
-from longstraw.layout import Shuffled, Tokens, has
-from longstraw.passes.find_branches import width
+from longstraw.layout import Shuffled, Sizes, Tokens, has
 
 aten = torch.ops.aten
 _WIDE = 2
 """A value is wide when it has more than this many times the bytes per token of the hidden states."""
 
 
-def tile_wide_parts(module: fx.GraphModule, hidden_bytes: int) -> fx.GraphModule:
+def tile_wide_parts(module: fx.GraphModule, hidden_bytes: int, *, sizes: Sizes) -> fx.GraphModule:
     """Return the graph with every wide token-wise part as one tiled call.
 
     Args:
         module: a segment graph whose nodes carry layouts.
         hidden_bytes: bytes per token of the hidden states.
+        sizes: of the step.
     """
     graph = module.graph
-    for number, part in enumerate(list(_parts(graph, _WIDE * hidden_bytes))):
-        _replace(module, part, number)
+    for number, part in enumerate(list(_parts(graph, _WIDE * hidden_bytes, sizes))):
+        _replace(module, part, number, sizes)
     graph.lint()
     module.recompile()
     return module
 
 
-def _bytes(node: fx.Node) -> int:
+def _bytes(node: fx.Node, sizes: Sizes) -> int:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or not node.meta.get("layout"):
         return 0
-    return width(value) * value.element_size() if any(has(dim, Tokens) for dim in node.meta["layout"]) else 0
+    return sizes.bytes_per_token(value) if any(has(dim, Tokens) for dim in node.meta["layout"]) else 0
 
 
-def _parts(graph: fx.Graph, limit: int) -> Iterator[list[fx.Node]]:
+def _parts(graph: fx.Graph, limit: int, sizes: Sizes) -> Iterator[list[fx.Node]]:
     """Yield sets of nodes, in graph order, that can run on tiles: wide values, and the narrow ones that read them."""
-    wide = {node for node in graph.nodes if _bytes(node) > limit}
+    wide = {node for node in graph.nodes if _bytes(node, sizes) > limit}
     done: set[fx.Node] = set()
     for first in graph.nodes:
         if first not in wide or first in done:
@@ -107,13 +107,13 @@ def _token_dim(node: fx.Node) -> int | None:
     return None
 
 
-def _replace(module: fx.GraphModule, part: list[fx.Node], number: int) -> None:
+def _replace(module: fx.GraphModule, part: list[fx.Node], number: int, sizes: Sizes) -> None:
     graph, members = module.graph, set(part)
     leaving = _exits(members)
     assert leaving is not None
-    sizes = {n.name: n for n in graph.nodes if n.op == "placeholder" and n.name in ("rows", "tokens")}
+    counts = {n.name: n for n in graph.nodes if n.op == "placeholder" and n.name in ("rows", "tokens")}
     inner = fx.Graph()
-    env = {sizes[name]: inner.placeholder(name) for name in ("rows", "tokens")}
+    env = {counts[name]: inner.placeholder(name) for name in ("rows", "tokens")}
     inputs: list[fx.Node] = []
     for node in part:
         for x in node.all_input_nodes:
@@ -130,8 +130,8 @@ def _replace(module: fx.GraphModule, part: list[fx.Node], number: int) -> None:
     with graph.inserting_before(call):
         function = graph.get_attr(name)
     dims = tuple(_token_dim(x) for x in inputs)
-    size = sum(_bytes(node) for node in part)
-    call.args = (function, size, sizes["rows"], sizes["tokens"], dims, _token_dim(leaving), *inputs)
+    size = sum(_bytes(node, sizes) for node in part)
+    call.args = (function, size, counts["rows"], counts["tokens"], dims, _token_dim(leaving), *inputs)
     call.meta = dict(leaving.meta)
     leaving.replace_all_uses_with(call, delete_user_cb=lambda user: user not in members)
     for node in reversed(part):

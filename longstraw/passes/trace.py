@@ -6,6 +6,7 @@ autocast, every node with the user's stack trace.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,10 +45,38 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
     return Traced(module, inputs, options)
 
 
+@dataclass(frozen=True)
+class _Modes:
+    """What held outside of an inference mode: whether gradients flow, and whether it was one."""
+
+    grad: bool
+    outer: bool
+
+
 class _Inline(fx.Interpreter):
-    """Runs a Dynamo graph with its checkpointed regions inlined: replay recomputes anyway."""
+    """Runs a Dynamo graph for the tracer.
+
+    Checkpointed regions are inlined: replay recomputes anyway. Inference mode becomes no_grad, `.data` detach.
+    """
+
+    _inference = False
+
+    def _enter_inference_mode(self, enabled: bool) -> _Modes:
+        before = _Modes(torch.is_grad_enabled(), self._inference)
+        self._inference = enabled
+        torch._C._set_grad_enabled(not enabled)
+        return before
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is compat.enter_inference_mode:
+            return self._enter_inference_mode(*args)
+        if target is compat.exit_inference_mode:
+            self._inference = args[0].outer
+            return torch._C._set_grad_enabled(args[0].grad)
+        if target is torch._C._set_grad_enabled:
+            return target(args[0] and not self._inference)
+        if target is compat.read_data:
+            return args[0].detach()
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             body, *inputs = args
             return _Inline(body).run(*inputs)

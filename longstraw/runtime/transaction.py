@@ -81,7 +81,7 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
 
 
 def _memory(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    return compat.memory(value) if isinstance(value, Tensor) else None
 
 
 class BranchRun:
