@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longstraw.arch.scans import Scan
 from longstraw.compat import Substitution
-from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, SELECTIVE_SCAN
+from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, REFUSED, SELECTIVE_SCAN
 
 Function = Callable[..., Any]
 
@@ -345,7 +345,14 @@ def _plain(rule: Scan) -> Function:
     target, names = rule.target, list(inspect.signature(rule.function).parameters)
 
     def traceable(*inputs: Tensor, **named: Tensor) -> Tensor:
-        ordered = [*inputs, *(named[name] for name in names[len(inputs) :])]
+        ordered = [*inputs, *(named[name] for name in names[len(inputs) :] if name in named)]
+        tensors = [x for x in ordered if isinstance(x, Tensor)]
+        if len(tensors) < len(ordered):
+            given = next(type(x).__name__ for x in ordered if not isinstance(x, Tensor))
+            refused: Tensor = REFUSED(
+                tensors, f"it is given a value of type {given}, and a rule's function takes tensors only"
+            )
+            return refused
         found: Tensor = target(ordered, None)[0]
         return found
 

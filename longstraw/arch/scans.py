@@ -7,17 +7,19 @@ follows from that.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
 from longstraw.compat import expression
+from longstraw.errors import OptionsError
 from longstraw.layout import ROWS, Dim, Layout, Rows, Tokens, has
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
 from longstraw.scans.opaque import NAMESPACE
@@ -31,10 +33,11 @@ class Scan:
     """A user's rule for a function that runs a recurrence over tokens: traced as one node, run span by span.
 
     `function(*inputs) -> output` takes tensors only: values `[rows, tokens, ...]`, and weights of other shapes.
-    `step` computes the same for a span, given the state that the tokens before it left.
+    `step` computes the same for a span, given the state that the tokens before it left. Both are tried on small random
+    inputs and must agree, where the function runs on the CPU.
 
     Attributes:
-        function: the function as the model calls it, found by identity.
+        function: the function as the model calls it, found by identity: no method.
         step: `(*inputs, state) -> (output [rows, tokens, ...], state after [rows, ...])`, differentiable.
         state: `(*inputs) -> the state before the first token`: zeros `[rows, ...]`, of a size that doesn't depend on
             tokens.
@@ -45,6 +48,14 @@ class Scan:
     step: opaque.Step
     state: Callable[..., Tensor]
     output: Callable[..., Tensor] = lambda *inputs: torch.empty_like(inputs[0])
+
+    def __post_init__(self) -> None:
+        named = getattr(self.function, "__qualname__", repr(self.function))
+        if not inspect.isfunction(self.function) or list(inspect.signature(self.function).parameters)[:1] == ["self"]:
+            raise OptionsError(
+                f"Scan(function={named}) is not a plain function: Dynamo calls it with its object.",
+                remedy="Move the loop over tokens into a function of tensors in a module, and let the method call it.",
+            )
 
     @functools.cached_property
     def target(self) -> Any:
@@ -64,7 +75,7 @@ class Scan:
         try:
             with torch.no_grad():
                 start = self.state(*inputs)
-                out, last = self.step(*inputs, start)
+                out, last = self.step(*inputs, before := start.clone())
                 like = self.output(*inputs)
         except Exception as error:
             reader.unsupported(node, f"its rule fails on small inputs ({type(error).__name__}: {error})")
@@ -79,6 +90,8 @@ class Scan:
             reader.unsupported(
                 node, "the rule's state before the first token isn't zero: add what is learned to the inputs"
             )
+        if not torch.equal(before, start):
+            reader.unsupported(node, "the rule's step changes the state that it is given: let it return a new one")
         if last.shape != start.shape or last.dtype != start.dtype:
             reader.unsupported(
                 node,
@@ -91,6 +104,19 @@ class Scan:
                 f"the rule's step returns an output {tuple(out.shape)} of {out.dtype}, and its output is "
                 f"{tuple(like.shape)} of {like.dtype}",
             )
+        whole = self._called(inputs)
+        if whole is not None and not (whole.shape == out.shape and torch.allclose(whole, out, rtol=1e-3, atol=1e-4)):
+            reader.unsupported(
+                node, f"the rule's step doesn't compute what {self.function.__name__} does, tried on small inputs"
+            )
+
+    def _called(self, inputs: list[Tensor]) -> Tensor | None:
+        """Return what the function itself computes; None for a kernel that doesn't run on the CPU."""
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                return self.function(*(x.detach().clone() for x in inputs))
+        except Exception:
+            return None
 
 
 _numbers = itertools.count()
@@ -106,6 +132,11 @@ def _small(r: Reader, node: fx.Node) -> Tensor:
     if value.is_floating_point():
         return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.dtype)
     return torch.zeros(shape, dtype=value.dtype, device="cpu")
+
+
+def refused(reader: Reader, node: fx.Node) -> NoReturn:
+    """A scan that was called with something else than tensors."""
+    reader.unsupported(node, str(node.args[1]))
 
 
 def may_mix(node: fx.Node) -> bool:
@@ -240,6 +271,7 @@ def summed(r: Reader, node: fx.Node, source: Layout, d: int) -> Layout:
 
 RULES: dict[Any, LayoutRule] = {
     aten.conv1d: convolved,
+    opaque.REFUSED: refused,
     opaque.GATED_DELTA_RULE: functools.partial(scanned, step=delta_rule.gated_delta_rule),
     opaque.LINEAR_ATTENTION: functools.partial(scanned, step=delta_rule.linear_attention),
     opaque.LINEAR_RECURRENCE: functools.partial(scanned, step=linear_recurrence.linear_recurrence),

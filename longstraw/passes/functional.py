@@ -54,12 +54,17 @@ def _take_view(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def is_its_operand(node: fx.Node) -> fx.Node | None:
-    """Return the operand that an op hands back itself, as a cast that changes nothing does; None for other ops."""
+    """Return the operand that an op hands back itself, as a cast that changes nothing does; None for other ops.
+
+    Ops of other namespaces never do: what their fake form returns says nothing.
+    """
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or _is_write(node):
         return None
     if node.target is operator.getitem:
         return _element(node)
+    if getattr(node.target, "namespace", "") != "aten":
+        return None
     same = [x for x in tensors((node.args, node.kwargs)) if _same_place(x.meta["val"], value)]
     if not same:
         return None
@@ -69,7 +74,9 @@ def is_its_operand(node: fx.Node) -> fx.Node | None:
 
 def _element(node: fx.Node) -> fx.Node | None:
     source, index = node.args
-    if not isinstance(source, fx.Node) or not isinstance(index, int) or source.op != "call_function":
+    if not isinstance(source, fx.Node) or not isinstance(index, int):
+        return None
+    if getattr(source.target, "namespace", "") != "aten":
         return None
     same = [x for x in tensors((source.args, source.kwargs)) if _same_place(x.meta["val"], node.meta["val"])]
     found = _called_again(source)[index] if same else None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstraw.errors import UnsupportedOp
 from longstraw.scans import delta_rule, linear_recurrence
 
 NAMESPACE = "longstraw"
@@ -33,7 +34,7 @@ def library_op(name: str, step: Step, *, output: Callable[..., Tensor], state: C
         return out.clone(), last.clone()
 
     def fake(inputs: list[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
-        return output(*inputs), state(*inputs)
+        return torch.empty_like(output(*inputs)), torch.empty_like(state(*inputs))
 
     def setup(ctx: Any, inputs: tuple[list[Tensor], Tensor | None], output: tuple[Tensor, Tensor]) -> None:
         tensors, start = inputs
@@ -58,6 +59,21 @@ def library_op(name: str, step: Step, *, output: Callable[..., Tensor], state: C
     op.register_autograd(backward, setup_context=setup)
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
+
+def _refuse(inputs: list[Tensor], why: str) -> Tensor:
+    raise UnsupportedOp(f"A scan can't be run: {why}.", remedy="Give it tensors only.")
+
+
+def _refused() -> Any:
+    op = torch.library.custom_op(
+        f"{NAMESPACE}::refused_scan", _refuse, mutates_args=(), schema="(Tensor[] inputs, str why) -> Tensor"
+    )
+    op.register_fake(lambda inputs, why: torch.empty_like(inputs[0]))
+    return getattr(torch.ops, NAMESPACE).refused_scan
+
+
+REFUSED = _refused()
+"""Stands in a trace for a scan that can't be run: nothing may be raised while Dynamo traces."""
 
 GATED_DELTA_RULE = library_op(
     "gated_delta_rule", delta_rule.gated_delta_rule, output=delta_rule.empty_output, state=delta_rule.empty_state

@@ -393,6 +393,14 @@ BAD_RULES = {
     "returns an output": longstraw.Scan(
         started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]), output=lambda x, rate: rate
     ),
+    "doesn't compute what started does": longstraw.Scan(
+        started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2])
+    ),
+    "changes the state that it is given": longstraw.Scan(
+        started,
+        lambda x, rate, state: (leaky_step(x, rate, state)[0], state.add_(1)),
+        state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
+    ),
     "fails on small inputs": longstraw.Scan(started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], 99)),
 }
 
@@ -402,6 +410,34 @@ def test_a_scan_that_contradicts_itself_is_refused(message: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(LongstrawError, match=message):
         assert_same(Mixed(lambda m, x: started(x, m.learned)), *inputs(), rules=(BAD_RULES[message],))
+
+
+class Holder:
+    def method(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("function", [Holder().method, Holder.method, torch.cumsum])
+def test_a_scan_of_a_method_is_refused(function: Callable[..., Tensor]) -> None:
+    with pytest.raises(LongstrawError, match="not a plain function"):
+        longstraw.Scan(function, leaky_step, state=lambda x: x[:, 0])
+
+
+def chunked(x: Tensor, rate: Tensor, chunk: int = 4) -> Tensor:
+    return leaky(x, rate)
+
+
+@pytest.mark.parametrize("given", [{"chunk": 2}, {}])
+def test_a_scan_that_is_given_a_number_is_refused_and_its_default_is_not(given: dict[str, int]) -> None:
+    torch._dynamo.reset()
+    rule = longstraw.Scan(chunked, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]))
+    model = Mixed(lambda m, x: chunked(x, m.learned, **given))
+    if not given:
+        assert_same(model, *inputs(), rules=(rule,))
+        return
+    with pytest.raises(LongstrawError, match="value of type int") as refused:
+        assert_same(model, *inputs(), rules=(rule,))
+    assert "test_recurrent.py" in str(refused.value)
 
 
 def test_the_callers_autocast_does_not_decide_which_functions_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

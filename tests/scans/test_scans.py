@@ -13,6 +13,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from longstraw.scans import delta_rule, linear_recurrence, short_conv
+from tests.models import float64
 
 Inputs = list[Tensor]
 
@@ -132,6 +133,13 @@ def test_keys_that_are_zero_have_finite_gradients(name: str) -> None:
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
+@pytest.fixture
+def models_as_written() -> None:
+    """The models' functions in the dtypes that they name, whatever ran before in this process."""
+    float64.restore()
+
+
+@pytest.mark.usefixtures("models_as_written")
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_strong_decay_is_as_exact_in_float32_as_the_models_own_function(by_channel: bool) -> None:
     """Decays are differences of sums up to 1e4 there, which cost both the same digits; nothing overflows."""
