@@ -17,7 +17,7 @@ from longstraw.errors import LongstrawError
 from longstraw.options import Options
 from longstraw.passes.trace import may_have_model
 from longstraw.render import render
-from longstraw.stages import Lowered, Stateful
+from longstraw.stages import Expansion, Lowered, Slot, Stateful
 
 STAGES = ("trace", *(run.__name__ for run in backend.PASSES))
 
@@ -169,8 +169,11 @@ def state_table(branch: Stateful) -> list[str]:
         key, value = branch.slots[site.key_slot], branch.slots[site.value_slot]
         shared = any(site.key_slot == other.key_slot for other in branch.sites[:i])
         mask = "causal" if site.causal else f"mask {', '.join(map(str, site.masks))}"
-        size = 0 if shared else key.bytes_per_token + value.bytes_per_token
         what = f"{key.heads} x {key.width} keys, {value.heads} x {value.width} values, {str(key.dtype)[6:]}"
+        size = key.bytes_per_token + value.bytes_per_token
+        if site.expansion is not None:
+            what, size = _latents(site.expansion, site.heads, key), key.bytes_per_token
+        size = 0 if shared else size
         what = "the state of an earlier attention" if shared else what
         _add(rows, site.module or "attention", f"{size:>9} B/token  {what}, {mask}", i)
     for i, carry in enumerate(branch.carries):
@@ -180,6 +183,16 @@ def state_table(branch: Stateful) -> list[str]:
     names = {key: key[0].replace("*", _listed(numbers)) for key, numbers in rows.items()}
     width = max(map(len, names.values()), default=0)
     return [f"{names[key]:<{width}} {key[1]}" for key in rows]
+
+
+def _latents(expansion: Expansion, heads: int, slot: Slot) -> str:
+    """Say what is built from latents, and when queries are taken to them instead."""
+    below = expansion.absorbed_below(heads, slot.width)
+    form = f"absorbed below {below} queries" if expansion.linear else "not linear: always built"
+    return (
+        f"{slot.width} latents, {str(slot.dtype)[6:]}, for {expansion.key_heads} x {expansion.key_width} keys and "
+        f"{expansion.value_heads} x {expansion.value_width} values ({form})"
+    )
 
 
 def _add(rows: dict[tuple[str, str], list[str]], module: str, text: str, index: int) -> None:

@@ -27,6 +27,7 @@ class Span(Protocol):
         value: Tensor,
         score_inputs: tuple[Tensor, ...],
         sink: Tensor | None,
+        expand_inputs: tuple[Any, ...],
     ) -> Tensor:
         """Attend from the span's queries to earlier keys and the span's own; `[rows, heads, tokens, width]`."""
         ...
@@ -170,6 +171,11 @@ def attend(
     value: Tensor,
     score_inputs: tuple[Tensor, ...] = (),
     sink: Tensor | None = None,
+    expand_inputs: tuple[Any, ...] = (),
 ) -> Tensor:
-    """Attend to earlier tokens' state and to the span's own keys; `site` says which attention of the model this is."""
-    return span.attend(site, query, key, value, score_inputs, sink)
+    """Attend to earlier tokens' state and to the span's own keys; `site` says which attention of the model this is.
+
+    Where keys and values are built from latents, `key` and `value` are both the span's latents, and `expand_inputs` are
+    the weights that build them.
+    """
+    return span.attend(site, query, key, value, score_inputs, sink, expand_inputs)

@@ -242,16 +242,50 @@ class Carry:
 
 
 @dataclass(frozen=True)
+class Expansion:
+    """How keys and values are rebuilt from a narrower per-token state, the latents of multi-head latent attention.
+
+    Attributes:
+        module: `(rows, tokens, *inputs, latents [rows, 1, tokens, width]) -> (keys, values)`.
+        key_heads, key_width, value_heads, value_width: sizes of what it builds.
+        linear: whether keys and values are linear in the latents, so that a query can be taken into latent space.
+    """
+
+    module: fx.GraphModule
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+    linear: bool
+
+    def absorbed_below(self, heads: int, width: int) -> int:
+        """Return for how many queries of a row attending to latents takes fewer products than building keys.
+
+        Building costs `width * (key_heads * key_width + value_heads * value_width)` products for every key; in latent
+        space every pair of a query and a key costs `heads * (2 * width - key_width - value_width)` more.
+
+        Args:
+            heads: of the queries.
+            width: of the latents.
+        """
+        building = width * (self.key_heads * self.key_width + self.value_heads * self.value_width)
+        more = heads * (2 * width - self.key_width - self.value_width)
+        return (building // more if more > 0 else 1 << 62) if self.linear else 0
+
+
+@dataclass(frozen=True)
 class Site:
     """One attention of the segment.
 
     Attributes:
-        key_slot, value_slot: the state slots that hold its earlier keys and values.
+        key_slot, value_slot: the state slots that hold its earlier keys and values (one slot: their latents).
         masks: which of the branch's block programs say what may be seen.
         causal: whether only keys at or before the query are seen, in addition.
         scale: factor on the products of queries and keys.
         score: `(scaled products, *inputs) -> scores`, or None.
         module: the path of its module, as far as known.
+        heads: of its queries.
+        expansion: what builds keys and values from latents, or None: they are the state themselves.
     """
 
     key_slot: int
@@ -262,6 +296,8 @@ class Site:
     score: fx.GraphModule | None
     line: str
     module: str
+    heads: int
+    expansion: Expansion | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ In: `Partitioned`. Out: `WithState`. A scan (recurrence, convolution, running su
 span as an input of the graphs, and gives the one after it as an output. For attention the state is keys and values.
 Between the projection and the attention's operands stand ops that only rearrange and repeat numbers (head repetition,
 transposes); the state is the cheapest value in bytes per token on that way from which the operand can be rebuilt: with
-grouped-query attention, the keys and values before repetition. Values that several attentions share are one slot. Masks
+grouped-query attention, the keys and values before repetition. Where they are built from a
+much narrower value (multi-head latent attention), that is the state (`latents.py`). What several attentions share is
+one slot. Masks
 become block programs.
 """
 
@@ -24,6 +26,7 @@ from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
 from longstraw.layout import Sizes
+from longstraw.passes.latents import Latents, find_latents
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Carry, Carved, Located, Partitioned, Segment, Site, Slot, SpanForm, Stateful, WithState
 
@@ -77,6 +80,7 @@ class _Builder:
         }
         self.rows, self.tokens = (n for n in self.graph.nodes if n.op == "placeholder" and n.name in ("rows", "tokens"))
         self.slots: dict[fx.Node, Slot] = {}
+        self.latents: dict[tuple[fx.Node, fx.Node], Latents | None] = {}
         self.sites: list[Site] = []
         self.carries: list[Carry] = []
         self.after: list[fx.Node] = []
@@ -87,17 +91,37 @@ class _Builder:
         parts: Any = node.args
         query, key, value, masks, causal, scale, score, score_inputs, sink = parts
         line = user_line(node.meta.get("stack_trace"))
-        kept = [self._state(x, line) for x in (key, value)]
+        latents = self._latents(key, value)
+        kept = [self._state(x, line) if latents is None else self._slot(latents.node, line) for x in (key, value)]
         places = [list(self.slots).index(x) for x in kept]
         programs = [self._program(self.mask_of[m], line) for m in masks]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
         self.sites.append(
-            Site(places[0], places[1], tuple(programs), bool(causal), float(scale), module, line, _module(node))
+            Site(
+                places[0],
+                places[1],
+                tuple(programs),
+                bool(causal),
+                float(scale),
+                module,
+                line,
+                _module(node),
+                heads=int(query.meta["val"].shape[1]),
+                expansion=None if latents is None else latents.expansion,
+            )
         )
         with self.graph.inserting_before(node):
             new = self.graph.call_function(
                 ops.attend,
-                (self.span, len(self.sites) - 1, query, *kept, tuple(score_inputs), sink),
+                (
+                    self.span,
+                    len(self.sites) - 1,
+                    query,
+                    *kept,
+                    tuple(score_inputs),
+                    sink,
+                    () if latents is None else latents.inputs,
+                ),
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
@@ -144,11 +168,18 @@ class _Builder:
 
     def _state(self, operand: fx.Node, line: str) -> fx.Node:
         """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""
-        kept = self._before_repetition(operand)
+        return self._slot(self._before_repetition(operand), line)
+
+    def _slot(self, kept: fx.Node, line: str) -> fx.Node:
         if kept not in self.slots:
             value = kept.meta["val"]
             self.slots[kept] = Slot(kept.name, int(value.shape[1]), int(value.shape[3]), value.dtype, line)
         return kept
+
+    def _latents(self, key: fx.Node, value: fx.Node) -> Latents | None:
+        if (key, value) not in self.latents:
+            self.latents[key, value] = find_latents(self.graph, key, value, root=self.module, sizes=self.step.sizes)
+        return self.latents[key, value]
 
     def _before_repetition(self, operand: fx.Node) -> fx.Node:
         """Return the cheapest value `[rows, heads / g, tokens, width]` whose heads the operand repeats g times each."""

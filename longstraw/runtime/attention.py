@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.runtime.kernels.attention_parts import PartKernel, Rescore, Tile, pick_kernel
+from longstraw.runtime.kernels.attention_parts import PartKernel, Rescore, Tile, TileGrads, pick_kernel
 from longstraw.runtime.kernels.fold import Fold
 from longstraw.runtime.merge import accumulate_dtype, merge_into, merge_sink_into
 
 KEY_TILE = 4096  # keys of a part without a mask
 QUERY_TILE = 2048  # queries of a part
 MASK_TILE = 512  # keys of a part with a mask or with all its scores in memory; queries too, unless causal
+BUILT_BYTES = 64 << 20  # what keys and values that are built from latents may take at once
 CUT = 128  # mixed runs of keys no longer than this are not cut further
 
 ScoreFunction = Callable[..., Tensor]
@@ -79,6 +80,7 @@ def attend(
     sink: Tensor | None = None,
     key_tile: int = KEY_TILE,
     plans: dict[Any, Any] | None = None,
+    build: Build | None = None,
 ) -> Tensor:
     """Softmax attention of the span over `earlier` and itself: [rows, heads, C, value_width] in query's dtype.
 
@@ -86,19 +88,48 @@ def attend(
     are the span's own, tokens start..start+C. Query head h uses key head h // (heads // key_heads), likewise value.
     `blocks` is applied after `score`. `sink` [heads] is the logit of a further key whose value is zero.
     A query that sees no key has output 0 and passes no gradient. `plans` remembers how queries and keys were cut, for
-    calls with the same `blocks` object: layers of one kind cut alike.
+    calls with the same `blocks` object: layers of one kind cut alike. With `build`, key and value are both the span's
+    latents [rows, 1, C, latent_width], as in the earlier ranges; keys and values of a part are built when it is
+    attended to, and built again in backward.
     """
     rows, heads, tokens, width = query.shape
     assert key.shape[:1] == value.shape[:1] == (rows,) and key.shape[2] == value.shape[2] == tokens
-    assert heads % key.shape[1] == 0 and heads % value.shape[1] == 0 and key.shape[3] == width
+    if build is None:
+        assert heads % key.shape[1] == 0 and heads % value.shape[1] == 0 and key.shape[3] == width
+    else:
+        assert key is value and build.key_width == width
+        key_tile = max(CUT, min(key_tile, BUILT_BYTES // (build.numbers * key.element_size())))
     assert score is not None or not score_inputs
     for part in earlier:
         assert part.key.shape[0] == part.value.shape[0] and part.key.shape[0] in (1, rows)
         assert part.key.shape[1] == key.shape[1] and part.value.shape[1] == value.shape[1]
         assert part.key.shape[2] == part.value.shape[2]
-    call = _Call(start, tuple(earlier), blocks, scale, score, key_tile, {} if plans is None else plans)
-    out: Tensor = _Attend.apply(query, key, value, sink, call, *score_inputs)  # type: ignore[no-untyped-call]
+    call = _Call(start, tuple(earlier), blocks, scale, score, key_tile, {} if plans is None else plans, build)
+    inputs = (*score_inputs, *(() if build is None else build.inputs))
+    out: Tensor = _Attend.apply(query, key, value, sink, call, len(score_inputs), *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+class Build(NamedTuple):
+    """How keys and values are built from latents.
+
+    Attributes:
+        function: `(rows, tokens, *inputs, latents [rows, 1, tokens, width]) -> (keys, values)`.
+        inputs: tensors (differentiated) and other arguments.
+        key_heads, key_width, value_heads, value_width: sizes of what it builds.
+    """
+
+    function: Callable[..., tuple[Tensor, Tensor]]
+    inputs: tuple[Any, ...]
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers per token of what it builds."""
+        return self.key_heads * self.key_width + self.value_heads * self.value_width
 
 
 class _Call(NamedTuple):
@@ -109,6 +140,7 @@ class _Call(NamedTuple):
     score: ScoreFunction | None
     key_tile: int
     plans: dict[Any, Any]
+    build: Build | None = None
 
 
 class _Part(NamedTuple):
@@ -201,22 +233,83 @@ class _Span:
     """The span's tensors and what is common to forward and backward."""
 
     def __init__(
-        self, call: _Call, query: Tensor, key: Tensor, value: Tensor, score_inputs: tuple[Tensor, ...] = ()
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_inputs: tuple[Tensor, ...] = (),
+        build_inputs: tuple[Any, ...] = (),
     ) -> None:
         self.call, self.query, self.key, self.value, self.score_inputs = call, query, key, value, score_inputs
-        self.unit_heads = math.lcm(key.shape[1], value.shape[1])
+        self.build_inputs = build_inputs
+        build = call.build
+        heads = (key.shape[1], value.shape[1]) if build is None else (build.key_heads, build.value_heads)
+        widths = (key.shape[-1], value.shape[-1]) if build is None else (build.key_width, build.value_width)
+        self.unit_heads, self.width, self.value_width = math.lcm(*heads), max(widths), widths[1]
+        self.built: tuple[Tensor, Tensor, Tensor] | None = None
+        self.differentiate = False
 
     def kernel(self, *, biased: bool = False) -> PartKernel:
-        width = max(self.key.shape[-1], self.value.shape[-1])
+        width = self.width
         rescored = self.call.score is not None
         return pick_kernel(self.query.device, self.query.dtype, width, biased=biased, rescored=rescored)
 
     def keys(self, part: _Part) -> tuple[Tensor, Tensor]:
         """The part's keys and values."""
         if part.source < 0:
-            return self._cut(part, self.call.start, self.key), self._cut(part, self.call.start, self.value)
-        held = self.call.earlier[part.source]
-        return self._cut(part, held.start, held.key), self._cut(part, held.start, held.value)
+            kept = self._cut(part, self.call.start, self.key), self._cut(part, self.call.start, self.value)
+        else:
+            held = self.call.earlier[part.source]
+            kept = self._cut(part, held.start, held.key), self._cut(part, held.start, held.value)
+        if self.call.build is None:
+            return kept
+        latents = kept[0].detach()
+        with torch.set_grad_enabled(self.differentiate):
+            latents.requires_grad_(self.differentiate)
+            key, value = self.call.build.function(latents.shape[0], latents.shape[2], *self.build_inputs, latents)
+        self.built = (latents, key, value)
+        return key.detach(), value.detach()
+
+    def send(
+        self,
+        part: _Part,
+        fold: Fold,
+        grads: TileGrads,
+        own: tuple[Tensor, Tensor],
+        build_grads: list[Tensor | None],
+    ) -> None:
+        """Add a part's gradients to those of its keys and values, or to those of what they were built from.
+
+        Args:
+            part: the part.
+            fold: how its queries were folded.
+            grads: of its tile.
+            own: gradients of the span's own keys and values (both those of its latents).
+            build_grads: sums of the gradients of `build_inputs`; None for those without one.
+        """
+        targets = self.accumulators(part, *own)
+        if self.call.build is None:
+            for target, grad in zip(targets, (grads.key, grads.value), strict=True):
+                if target is not None:
+                    fold.add_keys_grad(target, grad)
+            return
+        assert self.built is not None, "the part's keys were built"
+        latents, *built = self.built
+        pairs = []
+        for x, grad in zip(built, (grads.key, grads.value), strict=True):
+            folded = torch.zeros_like(x, dtype=grad.dtype)
+            fold.add_keys_grad(folded, grad)
+            pairs.append((x, folded.to(x.dtype)))
+        wanted = [i for i, total in enumerate(build_grads) if total is not None]
+        sources = [latents, *(self.build_inputs[i] for i in wanted)]
+        found = torch.autograd.grad([x for x, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
+        if targets[0] is not None and found[0] is not None:
+            targets[0].add_(found[0])
+        for i, grad in zip(wanted, found[1:], strict=True):
+            total = build_grads[i]
+            if total is not None and grad is not None:
+                total.add_(grad)
 
     def accumulators(self, part: _Part, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Where the gradients of the part's keys and values go; `grad_key` and `grad_value` are the span's own."""
@@ -286,13 +379,21 @@ def _folded_score(score: ScoreFunction, fold: Fold, q0: int, q1: int, k0: int, k
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, call: _Call, *score_inputs: Tensor
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        call: _Call,
+        num_score: int,
+        *inputs: Any,
     ) -> Tensor:
-        span = _Span(call, query, key, value, tuple(_widened(x) for x in score_inputs))
+        score_inputs, build_inputs = inputs[:num_score], inputs[num_score:]
+        span = _Span(call, query, key, value, tuple(_widened(x) for x in score_inputs), build_inputs)
         rows, heads, tokens, _ = query.shape
         plan = _plan(call, tokens, builds_scores=span.kernel().builds_scores)
         wide = accumulate_dtype(query.dtype)
-        out = torch.zeros(rows, heads, tokens, value.shape[-1], dtype=wide, device=query.device)
+        out = torch.zeros(rows, heads, tokens, span.value_width, dtype=wide, device=query.device)
         lse = torch.full((rows, heads, tokens), -torch.inf, dtype=wide, device=query.device)
         split_out, split_lse = (x.unflatten(1, (span.unit_heads, -1)) for x in (out, lse))
         for q0, q1, parts in plan:
@@ -305,18 +406,30 @@ class _Attend(torch.autograd.Function):
         if sink is not None:
             merge_sink_into(out, lse, sink.to(wide)[:, None])
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse, sink, *score_inputs)
-        ctx.call, ctx.plan = call, plan
+        tensors = [x if isinstance(x, Tensor) else None for x in build_inputs]
+        ctx.save_for_backward(query, key, value, result, lse, sink, *score_inputs, *tensors)
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in build_inputs]
+        ctx.call, ctx.plan, ctx.num_score = call, plan, num_score
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, sink, *score_inputs = ctx.saved_tensors
+        query, key, value, out, lse, sink, *saved = ctx.saved_tensors
+        score_inputs, tensors = saved[: ctx.num_score], saved[ctx.num_score :]
         call, wide = ctx.call, lse.dtype
-        wanted = ctx.needs_input_grad[5:]
-        inputs = tuple(_widened(x).requires_grad_(w) for x, w in zip(score_inputs, wanted, strict=True))
-        span = _Span(call, query, key, value, inputs)
+        wanted = ctx.needs_input_grad[6:]
+        inputs = tuple(_widened(x).requires_grad_(w) for x, w in zip(score_inputs, wanted, strict=False))
+        build_inputs = tuple(
+            n if x is None else x.detach().requires_grad_(w)
+            for n, x, w in zip(ctx.numbers, tensors, wanted[ctx.num_score :], strict=True)
+        )
+        build_grads = [
+            torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) if w else None
+            for x, w in zip(tensors, wanted[ctx.num_score :], strict=True)
+        ]
+        span = _Span(call, query, key, value, inputs, build_inputs)
+        span.differentiate = True
         grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (query, key, value))
         grad_inputs = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
         split_query = grad_query.unflatten(1, (span.unit_heads, -1))
@@ -327,10 +440,7 @@ class _Attend(torch.autograd.Function):
                 kernel, fold, tile, others = folded.part(part)
                 grads = kernel.backward(tile, *others)
                 split_query[:, :, :, q0 - call.start : q1 - call.start].add_(fold.undo(grads.query))
-                targets = span.accumulators(part, grad_key, grad_value)
-                for target, grad in zip(targets, (grads.key, grads.value), strict=True):
-                    if target is not None:
-                        fold.add_keys_grad(target, grad)
+                span.send(part, fold, grads, (grad_key, grad_value), build_grads)
                 for total, more in zip(grad_inputs, grads.rescore_inputs, strict=False):
                     if total is not None and more is not None:
                         total.add_(more)
@@ -345,5 +455,7 @@ class _Attend(torch.autograd.Function):
             grad_value.to(value.dtype),
             grad_sink,
             None,
+            None,
             *(None if g is None else g.to(x.dtype) for g, x in zip(grad_inputs, score_inputs, strict=True)),
+            *(None if g is None else g.to(x.dtype) for g, x in zip(build_grads, tensors, strict=True)),
         )

@@ -7,6 +7,7 @@ the leaves.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from longstraw.runtime.layouts import Place, put, sum_rows, take
 from longstraw.runtime.leaves import Leaves, Part, Where
 from longstraw.runtime.state import Store
 from longstraw.runtime.visibility import Visibility, first_seen
-from longstraw.stages import Head, Runs, Segment, SegmentInputs, Site, Stateful
+from longstraw.stages import Expansion, Head, Runs, Segment, SegmentInputs, Site, Stateful
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class _Span:
         value: Tensor,
         score_inputs: tuple[Tensor, ...],
         sink: Tensor | None,
+        expand_inputs: tuple[Any, ...],
     ) -> Tensor:
         known = self._sites[site]
         blocks = self._blocks[site]
@@ -68,11 +70,9 @@ class _Span:
             self._since[id(blocks)] = first_seen(blocks, self._where.lo, self._where.hi, 0, self._where.lo)
         since = self._since[id(blocks)]
         earlier = [part for store in self._where.path for part in store.ranges(known.key_slot, known.value_slot, since)]
-        score = known.score
-        return attention.attend(
-            query,
-            key,
-            value,
+        score, expansion = known.score, known.expansion
+        attend = functools.partial(
+            attention.attend,
             start=self._where.lo,
             earlier=earlier,
             blocks=blocks,
@@ -82,6 +82,37 @@ class _Span:
             sink=sink,
             plans=self._plans,
         )
+        if expansion is None:
+            return attend(query, key, value)
+        if query.shape[0] * query.shape[2] < expansion.absorbed_below(known.heads, key.shape[3]):
+            return in_latent_space(expansion, expand_inputs, query, key.shape[3], lambda q: attend(q, key, key))
+        sizes = (expansion.key_heads, expansion.key_width, expansion.value_heads, expansion.value_width)
+        return attend(query, key, key, build=attention.Build(expansion.module, expand_inputs, *sizes))
+
+
+def in_latent_space(
+    expansion: Expansion, inputs: tuple[Any, ...], query: Tensor, width: int, attend: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attend to latents themselves (the absorbed form of arXiv 2405.04434, section 2.1.2); differentiable.
+
+    Keys and values are linear in the latents c: `k = M c`, `v = N c` for each head. So `q k = (M^T q) c`, and the
+    weighted sum of values is N times that of the latents. M and N are what the expansion makes of unit vectors.
+
+    Args:
+        expansion: a linear one.
+        inputs: what it reads beside latents.
+        query: `[rows, heads, tokens, key_width]`.
+        width: of the latents.
+        attend: from queries `[rows, heads, tokens, latent width]` to latents.
+
+    Returns:
+        `[rows, heads, tokens, value_width]`.
+    """
+    unit = torch.eye(width, dtype=query.dtype, device=query.device)[None, None]
+    keys, values = expansion.module(1, width, *inputs, unit)  # [1, heads, width, key_width or value_width]
+    taken = query.unflatten(1, (keys.shape[1], -1)) @ keys[0][:, None].mT
+    out = attend(taken.flatten(1, 2))
+    return (out.unflatten(1, (values.shape[1], -1)) @ values[0][:, None]).flatten(1, 2)
 
 
 class Runner:
