@@ -139,7 +139,7 @@ def _form(node: fx.Node) -> str | None:
     if not isinstance(node.meta.get("val"), torch.Tensor) or not layout:
         return None
     first, *middle, tokens, width = layout
-    plain = len(width) == 1 and isinstance(width[0], tuple)
+    plain = all(isinstance(factor, tuple) for factor in width)
     right = first in ((), (Rows(),)) and len(tokens) == 1 and isinstance(tokens[0], Tokens) and plain
     if not right or any(dim != () for dim in middle) or len(middle) > 1:
         return None
