@@ -124,7 +124,7 @@ def _partitioned(step: Partitioned) -> None:
     names = [n.name for n in step.objective.graph.nodes if n.op == "placeholder"]
     assert len(names) == len(step.step.inputs) + found, "the objective reads inputs and results"
     for node in step.objective.graph.nodes:
-        if node.target is ops.attention or packet(node.target) in SCANS:
+        if node.target in (ops.attention, ops.select) or packet(node.target) in SCANS:
             _fail(node, "no part of a model is left in the objective")
 
 
@@ -137,8 +137,8 @@ def _with_state(step: WithState) -> None:
                 "boundary states are inputs, in order"
             )
             for node in module.graph.nodes:
-                if node.target is ops.attention:
-                    _fail(node, "every attention reads state")
+                if node.target in (ops.attention, ops.select):
+                    _fail(node, "every attention and every selection reads state")
                 if node.op == "call_function" and node.meta.get("origin") in step.partitioned.step.scans:
                     schema = getattr(node.target, "_schema", None)
                     if schema is not None:

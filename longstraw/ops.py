@@ -28,8 +28,15 @@ class Span(Protocol):
         score_inputs: tuple[Tensor, ...],
         sink: Tensor | None,
         expand_inputs: tuple[Any, ...],
+        selected: Tensor | None,
     ) -> Tensor:
         """Attend from the span's queries to earlier keys and the span's own; `[rows, heads, tokens, width]`."""
+        ...
+
+    def choose(
+        self, chooser: int, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], others: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Select keys for the span's queries among earlier ones and the span's own; `[rows, tokens, k]`."""
         ...
 
 
@@ -43,6 +50,7 @@ def attention(
     score: Callable[..., Tensor] | None = None,
     score_inputs: Sequence[Tensor] = (),
     sink: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, computed densely.
 
@@ -57,6 +65,7 @@ def attention(
         score: function of the scaled products and `score_inputs`, applied before masks.
         score_inputs: its other operands.
         sink: `[heads]`: logits of one more column with value zero.
+        selected: `[rows, tokens, k]`: the only keys that each query sees, of those that masks let it see.
 
     Returns:
         `[rows, heads, tokens, value_width]`; zeros for queries that see no key.
@@ -70,6 +79,9 @@ def attention(
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
+    if selected is not None:
+        chosen = torch.zeros(scores.shape[0], *scores.shape[2:], dtype=torch.bool, device=scores.device)
+        masks = (*masks, chosen.scatter(-1, selected.long(), True)[:, None])
     for mask in masks:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if sink is not None:
@@ -77,6 +89,36 @@ def attention(
         scores = torch.cat([scores, column.to(scores.dtype)], -1)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
     return weights[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def select(
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    others: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    k: int,
+    score: Callable[..., Tensor],
+    query_dims: Sequence[int],
+) -> Tensor:
+    """Select the k keys of the highest score for every query, computed densely; not differentiable.
+
+    Args:
+        queries: per-token values, query tokens in the dims `query_dims`.
+        keys: per-token values `[rows, heads, tokens, width]`.
+        others: values without tokens, such as weights.
+        masks: each `[rows|1, 1, tokens, tokens]`: bool (True = may be selected) or float (added to the scores).
+        k: how many; where there are fewer tokens, all of them.
+        score: `(*queries, *keys, *others) -> scores [rows, tokens, tokens]`, of each pair by itself.
+        query_dims: one for each of `queries`.
+
+    Returns:
+        Indices of tokens `[rows, tokens, k]`, int64. Between equal scores `torch.topk` on the whole row chooses.
+    """
+    scores = score(*queries, *keys, *others)
+    for mask in masks:
+        mask = mask[:, 0]
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.topk(min(k, scores.shape[-1]), -1).indices
 
 
 TILE_BYTES = 64 << 20
@@ -172,10 +214,24 @@ def attend(
     score_inputs: tuple[Tensor, ...] = (),
     sink: Tensor | None = None,
     expand_inputs: tuple[Any, ...] = (),
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Attend to earlier tokens' state and to the span's own keys; `site` says which attention of the model this is.
 
     Where keys and values are built from latents, `key` and `value` are both the span's latents, and `expand_inputs` are
-    the weights that build them.
+    the weights that build them. `selected` are the keys that each query sees, from `choose`.
     """
-    return span.attend(site, query, key, value, score_inputs, sink, expand_inputs)
+    return span.attend(site, query, key, value, score_inputs, sink, expand_inputs, selected)
+
+
+@torch.compiler.disable
+def choose(
+    span: Span, chooser: int, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], others: tuple[Tensor, ...]
+) -> Tensor:
+    """Select keys among earlier tokens and the span's own: `select`, on a span.
+
+    Returns:
+        `[rows, tokens, k]`, in row coordinates; -1 where a query may select fewer than k keys.
+    """
+    with torch.no_grad():
+        return span.choose(chooser, queries, keys, others)

@@ -199,13 +199,18 @@ class Partitioned:
 
 @dataclass(frozen=True)
 class Slot:
-    """One kind of per-token state: `heads x width` numbers for every token of a row."""
+    """One kind of per-token state: `heads x width` numbers for every token of a row.
+
+    Attributes:
+        learns: whether gradients reach it.
+    """
 
     name: str
     heads: int
     width: int
     dtype: torch.dtype
     line: str
+    learns: bool = True
 
     @property
     def bytes_per_token(self) -> int:
@@ -268,9 +273,12 @@ class Expansion:
             heads: of the queries.
             width: of the latents.
         """
-        building = width * (self.key_heads * self.key_width + self.value_heads * self.value_width)
         more = heads * (2 * width - self.key_width - self.value_width)
-        return (building // more if more > 0 else 1 << 62) if self.linear else 0
+        return (self.building(width) // more if more > 0 else 1 << 62) if self.linear else 0
+
+    def building(self, width: int) -> int:
+        """Return how many products building the keys and values of one token takes, from latents of a width."""
+        return width * (self.key_heads * self.key_width + self.value_heads * self.value_width)
 
 
 @dataclass(frozen=True)
@@ -286,6 +294,7 @@ class Site:
         module: the path of its module, as far as known.
         heads: of its queries.
         expansion: what builds keys and values from latents, or None: they are the state themselves.
+        chooser: which selection says what its queries see, or None: all that masks let them see.
     """
 
     key_slot: int
@@ -298,6 +307,33 @@ class Site:
     module: str
     heads: int
     expansion: Expansion | None = None
+    chooser: int | None = None
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """One selection of keys.
+
+    Attributes:
+        key_slots: the state slots that hold its key-side values.
+        masks: which of the branch's block programs say what may be selected.
+        causal: as for a `Site`; never in addition to a mask.
+        k: how many keys a query selects.
+        score: `(*queries, *keys, *others) -> scores [rows, query tokens, key tokens]`.
+        query_dims: for each query-side value its token dim.
+        numbers_per_pair: of the widest value between operands and scores.
+        module: the path of its module, as far as known.
+    """
+
+    key_slots: tuple[int, ...]
+    masks: tuple[int, ...]
+    causal: bool
+    k: int
+    score: fx.GraphModule
+    query_dims: tuple[int, ...]
+    numbers_per_pair: int
+    line: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -321,6 +357,7 @@ class Stateful:
     slots: tuple[Slot, ...]
     carries: tuple[Carry, ...]
     sites: tuple[Site, ...]
+    choosers: tuple[Chooser, ...]
     masks: tuple[BlockProgram, ...]
     finite: tuple[bool, ...]
     graph_bytes_per_token: int

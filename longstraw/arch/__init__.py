@@ -27,5 +27,5 @@ def installed_rules() -> list[Rule | Scan]:
 
 def layout_rules() -> dict[Any, LayoutRule]:
     """Return every known layout rule: built in, and of installed packages."""
-    table: dict[Any, LayoutRule] = {**aten.RULES, ops.attention: aten.attention}
+    table: dict[Any, LayoutRule] = {**aten.RULES, ops.attention: aten.attention, ops.select: aten.selection}
     return {**table, **{rule.target: rule.layout for rule in installed_rules()}}

@@ -13,7 +13,7 @@ from torch import fx
 from longstraw.arch import indexing, moe, scans
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
 from longstraw.compat import expression, hint
-from longstraw.layout import Dim, Layout, Probe, Rows, Tokens, has
+from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Tokens, has
 
 aten = torch.ops.aten
 
@@ -361,10 +361,29 @@ def attention(r: Reader, node: fx.Node) -> Layout:
             r.unsupported(node, f"its {name} are a part of the tokens")
         if any(has(layout[d], Tokens) for d in (1, 3)) or any(has(layout[d], Rows) for d in (1, 2, 3)):
             r.unsupported(node, f"its {name} are not laid out as [rows, heads, tokens, width]")
-    for extra in tensors(node.args[5:]):
+    for extra in tensors(node.args[7:9]):
         if any(has(dim, Tokens) or has(dim, Rows) for dim in r.operand(node, extra)):
             r.unsupported(node, "an operand of its scores differs between tokens")
     return (*query[:3], value[3])
+
+
+def selection(r: Reader, node: fx.Node) -> Layout:
+    """A choice of keys for each query: query-side values, and key-side ones `[rows, heads, tokens, width]`."""
+    queries, keys, others, _, k, _, query_dims = node.args
+    rows: Dim = ()
+    for x, d in [*zip(queries, query_dims, strict=True), *((x, 2) for x in keys)]:  # type: ignore[arg-type, union-attr]
+        layout = r.operand(node, x)
+        token_dim = layout[d]
+        if len(token_dim) != 1 or not isinstance(token_dim[0], Tokens) or not r.same_window(token_dim[0], r.sizes.full):
+            r.unsupported(node, f"dim {d} of its operand {x.name} is not the token dim")
+        elsewhere = [dim for i, dim in enumerate(layout) if i not in (0, d)]
+        if layout[0] not in ((ROWS,), ()) or any(has(dim, Tokens) or has(dim, Rows) for dim in elsewhere):
+            r.unsupported(node, f"its operand {x.name} is not laid out with rows first")
+        rows = rows or layout[0]
+    for x in others:  # type: ignore[union-attr]
+        if any(has(dim, Tokens) or has(dim, Rows) for dim in r.operand(node, x)):  # type: ignore[arg-type]
+            r.unsupported(node, "an operand of its scores differs between tokens")
+    return rows, (r.sizes.full,), ((k, k),)  # type: ignore[return-value]
 
 
 def complex_view(r: Reader, node: fx.Node) -> Layout:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from longstraw import ops
+from longstraw.arch import selection
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.rules import arguments, packet, tensors
 from longstraw.compat import expression
@@ -133,7 +134,7 @@ def _step_up(
     operands = tensors(node.args)
     if name in (aten.sub, aten.subtract) and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
         return operands[0]  # softmax(x - max(x)) = softmax(x)
-    scored = [x for x in operands if is_score(x) and _reaches_product(x)]
+    scored = [x for x in operands if is_score(x) and selection.reaches_product(x)]
     if len(set(scored)) != 1 or not (is_pointwise(node.target) or name in (aten.where, aten.masked_fill)):
         _give_up(softmax, f"{name} stands between the scores and the softmax")
     scores = scored[0]
@@ -193,20 +194,6 @@ def _is_row_maximum(node: fx.Node, of: fx.Node) -> bool:
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return packet(node.target) in (aten.max, aten.amax) and node.args[0] is of
-
-
-def _reaches_product(node: fx.Node) -> bool:
-    """Return whether a value with two token dims comes from a product (scores) and not only from positions (a mask)."""
-    seen, stack = set(), [node]
-    while stack:
-        at = stack.pop()
-        if at in seen or at.op != "call_function":
-            continue
-        seen.add(at)
-        if packet(at.target) in _PRODUCTS and at.meta["val"].is_floating_point():
-            return True
-        stack.extend(x for x in tensors((at.args, at.kwargs)))
-    return False
 
 
 def _step_down(softmax: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool]) -> tuple[fx.Node, fx.Node]:
@@ -294,8 +281,9 @@ def _insert(
     score_inputs: tuple[fx.Node, ...],
     sink: fx.Node | None,
 ) -> fx.Node:
+    masks, selected = selection.split(graph, masks)
     node = graph.call_function(
-        ops.attention, (*qkv, masks, causal, float(scale), score, score_inputs, sink), name="attention"
+        ops.attention, (*qkv, masks, causal, float(scale), score, score_inputs, sink, selected), name="attention"
     )
     query, value = qkv[0].meta["val"], qkv[2].meta["val"]
     node.meta = {**like.meta, "val": query.new_empty((*query.shape[:3], value.shape[3]), dtype=like.meta["val"].dtype)}

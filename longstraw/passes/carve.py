@@ -112,7 +112,7 @@ class _Carver:
         if node.op == "get_attr" and "val" not in node.meta:  # a score function
             self.env[node] = self._plain_copy(node)
             return self.env[node]
-        if user.target is ops.attention and node in user.args[3]:  # type: ignore[operator]
+        if user.target in (ops.attention, ops.select) and node in user.args[3]:  # type: ignore[operator]
             return self._known(self.masks, node, "mask")
         if kind == "block":
             raise _cannot(user, "it reads a mask or bias over pairs of tokens")

@@ -68,7 +68,7 @@ def _entries(graph: fx.Graph) -> Any:
 
 
 def _mixes(node: fx.Node) -> bool:
-    return node.target is ops.attention or may_mix(node)
+    return node.target in (ops.attention, ops.select) or may_mix(node)
 
 
 def _find_sizes(graph: fx.Graph) -> Sizes:

@@ -68,7 +68,7 @@ def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kind
             remedy="Draw them before the step and pass them in, or turn the noise off.",
         )
     rule = table.get(node.target)
-    if node.target is not ops.attention and any(kinds.get(x) == "block" for x in node.all_input_nodes):
+    if node.target not in (ops.attention, ops.select) and any(kinds.get(x) == "block" for x in node.all_input_nodes):
         reader.unsupported(node, "it combines hidden values with a mask or bias over pairs of tokens outside attention")
     if rule is None:
         rule = aten_rules.pointwise if aten_rules.is_pointwise(node.target) else table.get(packet(node.target))

@@ -13,6 +13,7 @@ become block programs.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,19 @@ from longstraw.errors import UnsupportedMask, user_line
 from longstraw.layout import Sizes
 from longstraw.passes.latents import Latents, find_latents
 from longstraw.passes.modes import restore_autocast
-from longstraw.stages import Carry, Carved, Located, Partitioned, Segment, Site, Slot, SpanForm, Stateful, WithState
+from longstraw.stages import (
+    Carry,
+    Carved,
+    Chooser,
+    Located,
+    Partitioned,
+    Segment,
+    Site,
+    Slot,
+    SpanForm,
+    Stateful,
+    WithState,
+)
 
 aten = torch.ops.aten
 _REARRANGES = (
@@ -55,6 +68,8 @@ def _stateful(step: Located, segment: Segment) -> Stateful:
         form = step.scans.get(node.meta.get("origin"))
         if node.target is ops.attention:
             builder.replace(node)
+        elif node.target is ops.select:
+            builder.choose(node)
         elif form is not None:
             builder.carry(node, form)
     return builder.finish(segment)
@@ -82,6 +97,8 @@ class _Builder:
         self.slots: dict[fx.Node, Slot] = {}
         self.latents: dict[tuple[fx.Node, fx.Node], Latents | None] = {}
         self.sites: list[Site] = []
+        self.choosers: list[Chooser] = []
+        self.chosen: dict[fx.Node, int] = {}
         self.carries: list[Carry] = []
         self.after: list[fx.Node] = []
         self.programs: dict[fx.Node, BlockProgram] = {}
@@ -89,7 +106,7 @@ class _Builder:
     def replace(self, node: fx.Node) -> None:
         """Turn one attention into its stateful form."""
         parts: Any = node.args
-        query, key, value, masks, causal, scale, score, score_inputs, sink = parts
+        query, key, value, masks, causal, scale, score, score_inputs, sink, selected = parts
         line = user_line(node.meta.get("stack_trace"))
         latents = self._latents(key, value)
         kept = [self._state(x, line) if latents is None else self._slot(latents.node, line) for x in (key, value)]
@@ -108,6 +125,7 @@ class _Builder:
                 _module(node),
                 heads=int(query.meta["val"].shape[1]),
                 expansion=None if latents is None else latents.expansion,
+                chooser=None if selected is None else self.chosen[selected],
             )
         )
         with self.graph.inserting_before(node):
@@ -121,6 +139,7 @@ class _Builder:
                     tuple(score_inputs),
                     sink,
                     () if latents is None else latents.inputs,
+                    selected,
                 ),
             )
         new.meta = dict(node.meta)
@@ -128,6 +147,32 @@ class _Builder:
         self._replaced(node, new)
         self.graph.erase_node(node)
         if isinstance(score, fx.Node) and not score.users:
+            self.graph.erase_node(score)
+
+    def choose(self, node: fx.Node) -> None:
+        """Turn one selection of keys into its stateful form."""
+        parts: Any = node.args
+        queries, keys, others, masks, k, score, query_dims = parts
+        line = user_line(node.meta.get("stack_trace"))
+        kept = [self._slot(x, line, learns=False) for x in keys]
+        places = [list(self.slots).index(x) for x in kept]
+        function = restore_autocast(getattr(self.module, str(score.target)))
+        sizes = self.step.sizes
+        widths = [
+            sizes.width(n.meta["val"]) for n in function.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
+        ]
+        programs = tuple(self._program(self.mask_of[m], line) for m in masks)
+        self.choosers.append(
+            Chooser(tuple(places), programs, False, k, function, query_dims, max(widths), line, _module(node))
+        )
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(ops.choose, (self.span, len(self.choosers) - 1, queries, keys, others))
+        new.meta = dict(node.meta)
+        self.chosen[new] = len(self.choosers) - 1
+        node.replace_all_uses_with(new)
+        self._replaced(node, new)
+        self.graph.erase_node(node)
+        if not score.users:
             self.graph.erase_node(score)
 
     def carry(self, node: fx.Node, form: SpanForm) -> None:
@@ -170,10 +215,12 @@ class _Builder:
         """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""
         return self._slot(self._before_repetition(operand), line)
 
-    def _slot(self, kept: fx.Node, line: str) -> fx.Node:
+    def _slot(self, kept: fx.Node, line: str, *, learns: bool = True) -> fx.Node:
         if kept not in self.slots:
             value = kept.meta["val"]
-            self.slots[kept] = Slot(kept.name, int(value.shape[1]), int(value.shape[3]), value.dtype, line)
+            self.slots[kept] = Slot(kept.name, int(value.shape[1]), int(value.shape[3]), value.dtype, line, learns)
+        elif learns and not self.slots[kept].learns:
+            self.slots[kept] = replace(self.slots[kept], learns=True)
         return kept
 
     def _latents(self, key: fx.Node, value: fx.Node) -> Latents | None:
@@ -242,6 +289,7 @@ class _Builder:
             tuple(self.slots.values()),
             tuple(self.carries),
             tuple(self.sites),
+            tuple(self.choosers),
             tuple(self.programs.values()),
             tuple(mask.meta.get("finite", mask.meta["val"].is_floating_point()) for mask in self.programs),
             _bytes_per_token(self.graph, self.step.sizes),

@@ -124,7 +124,11 @@ def _depths(key: fx.Node, value: fx.Node) -> dict[fx.Node, int]:
     stack = [(key, 0), (value, 0)]
     while stack:
         node, contractions = stack.pop()
-        mixes = node.op != "call_function" or node.target in (ops.attention, ops.attend) or not _over_tokens(node)
+        mixes = (
+            node.op != "call_function"
+            or node.target in (ops.attention, ops.attend, ops.select, ops.choose)
+            or not _over_tokens(node)
+        )
         if mixes or contractions > 1 or depth.get(node, -1) >= contractions:
             continue
         depth[node] = contractions

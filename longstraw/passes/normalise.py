@@ -6,7 +6,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - copies, casts and views that change nothing are gone, and so is dead code;
 - dropout with p = 0 is gone; an active one is refused;
 - cross entropy is log-softmax and gather;
-- attention, in every spelling, is one `longstraw.ops.attention` node.
+- a selection of keys is one `longstraw.ops.select` node; attention, in every spelling, one `longstraw.ops.attention`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from longstraw.arch import attention as attention_rule
+from longstraw.arch import selection
 from longstraw.arch.rules import arguments, packet, tensors
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
@@ -39,6 +40,7 @@ def normalise(traced: Traced) -> Normalised:
     _drop_no_ops(module.graph)
     _decompose_losses(module.graph)
     _eliminate_dead_code(module.graph)
+    selection.recognise(module, is_score=_two_token_dims(module.graph))
     attention_rule.recognise(module, is_score=_two_token_dims(module.graph))
     _eliminate_dead_code(module.graph)
     module.graph.lint()
@@ -122,6 +124,9 @@ _ALIASED_OPS = {
         ("special_expit", "sigmoid"),
         ("clip", "clamp"),
         ("broadcast_to", "expand"),
+        ("__and__", "bitwise_and"),
+        ("__or__", "bitwise_or"),
+        ("__xor__", "bitwise_xor"),
     )
 }
 

@@ -86,7 +86,10 @@ def _absorb(part: set[fx.Node]) -> set[fx.Node] | None:
         return None
     return (
         None
-        if any(node.target is ops.attend or ("autocast" in node.meta and node.meta["autocast"]) for node in part)
+        if any(
+            node.target in (ops.attend, ops.choose) or ("autocast" in node.meta and node.meta["autocast"])
+            for node in part
+        )
         else part
     )
 

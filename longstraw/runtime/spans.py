@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longstraw.runtime import attention
+from longstraw.runtime import attention, selection
 from longstraw.runtime.blocks import Blocks
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put, sum_rows, take
@@ -49,8 +49,9 @@ class SpanGraph:
 class _Span:
     """What stateful graphs call back to."""
 
-    def __init__(self, sites: Sequence[Site], blocks: Sequence[Blocks], where: Where) -> None:
-        self._sites, self._blocks, self._where = sites, blocks, where
+    def __init__(self, branch: Stateful, blocks: Sequence[Blocks], where: Where, row_tokens: int) -> None:
+        self._sites, self._choosers, self._where = branch.sites, branch.choosers, where
+        self._blocks, self._row_tokens = blocks, row_tokens
         self._since: dict[int, int] = {}
         self._plans: dict[Any, Any] = {}
 
@@ -63,13 +64,28 @@ class _Span:
         score_inputs: tuple[Tensor, ...],
         sink: Tensor | None,
         expand_inputs: tuple[Any, ...],
+        selected: Tensor | None,
     ) -> Tensor:
         known = self._sites[site]
         blocks = self._blocks[site]
-        if id(blocks) not in self._since:
-            self._since[id(blocks)] = first_seen(blocks, self._where.lo, self._where.hi, 0, self._where.lo)
-        since = self._since[id(blocks)]
-        earlier = [part for store in self._where.path for part in store.ranges(known.key_slot, known.value_slot, since)]
+        earlier = self._earlier(known.key_slot, known.value_slot, blocks)
+        plans = self._plans
+        if selected is not None and self._where.hi > selected.shape[2]:  # else every key that is seen was selected
+            if self._gathers(known, query, key, blocks, selected.shape[2]):
+                gather = functools.partial(
+                    selection.attend_to_selected,
+                    start=self._where.lo,
+                    earlier=earlier,
+                    selected=selected,
+                    scale=known.scale,
+                )
+                if known.expansion is None:
+                    return gather(query, key, value)
+                latent_width = key.shape[3]
+                return in_latent_space(
+                    known.expansion, expand_inputs, query, latent_width, lambda q: gather(q, key, key)
+                )
+            blocks, plans = selection.SelectedBlocks(blocks, selected, self._where.lo), {}
         score, expansion = known.score, known.expansion
         attend = functools.partial(
             attention.attend,
@@ -80,7 +96,7 @@ class _Span:
             score=None if score is None else lambda raw, q0, q1, k0, k1, *inputs: score(raw, *inputs),
             score_inputs=score_inputs,
             sink=sink,
-            plans=self._plans,
+            plans=plans,
         )
         if expansion is None:
             return attend(query, key, value)
@@ -88,6 +104,53 @@ class _Span:
             return in_latent_space(expansion, expand_inputs, query, key.shape[3], lambda q: attend(q, key, key))
         sizes = (expansion.key_heads, expansion.key_width, expansion.value_heads, expansion.value_width)
         return attend(query, key, key, build=attention.Build(expansion.module, expand_inputs, *sizes))
+
+    def _earlier(self, key_slot: int, value_slot: int, blocks: Blocks) -> list[attention.KeyRange]:
+        """Return what the span's queries may see of two slots' earlier tokens."""
+        if id(blocks) not in self._since:
+            self._since[id(blocks)] = first_seen(blocks, self._where.lo, self._where.hi, 0, self._where.lo)
+        since = self._since[id(blocks)]
+        return [part for store in self._where.path for part in store.ranges(key_slot, value_slot, since)]
+
+    def _gathers(self, site: Site, query: Tensor, key: Tensor, blocks: Blocks, k: int) -> bool:
+        """Return whether attending to what was gathered is possible, and takes less than attending under a mask."""
+        assert site.chooser is not None, "a selection was made"
+        expansion, lo = site.expansion, self._where.lo
+        same_mask = blocks is self._blocks[len(self._sites) + site.chooser]
+        plain = site.score is None and (expansion is None or expansion.linear)
+        if not same_mask or not plain or blocks.tensor(lo, lo + 1, lo, lo + 1).dtype != torch.bool:
+            return False
+        if expansion is None:
+            return GATHER_COST * k < self._where.hi
+        widths = expansion.key_width + expansion.value_width
+        building = expansion.building(key.shape[3]) // (query.shape[0] * query.shape[2])
+        return GATHER_COST * k * site.heads * 2 * key.shape[3] < self._where.hi * (site.heads * widths + building)
+
+    def choose(
+        self, chooser: int, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], others: tuple[Tensor, ...]
+    ) -> Tensor:
+        known, lo, hi = self._choosers[chooser], self._where.lo, self._where.hi
+        if hi <= known.k:  # every query selects all that it sees: nothing asks which
+            return torch.full((len(self._where.rows), hi - lo, known.k), -1, device=queries[0].device)
+        blocks = self._blocks[len(self._sites) + chooser]
+        ranges = [self._earlier(slot, slot, blocks) for slot in known.key_slots]
+        pieces = [
+            selection.Piece(parts[0].start, tuple(part.key for part in parts)) for parts in zip(*ranges, strict=True)
+        ]
+        return selection.choose(
+            known,
+            queries,
+            others,
+            [*pieces, selection.Piece(lo, keys)],
+            blocks,
+            start=lo,
+            tokens=hi - lo,
+            row_tokens=self._row_tokens,
+        )
+
+
+GATHER_COST = 2
+"""How many times a product with a gathered key costs one with a key in place."""
 
 
 def in_latent_space(
@@ -123,6 +186,7 @@ class Runner:
         runs: what runs the graphs.
         values: every light value and parameter, by node of the step.
         num_rows: rows of the step.
+        row_tokens: tokens of a row.
         place: `layout -> Place` with this step's numbers.
         tile_bytes: how much a tile of a head's tokens may hold.
     """
@@ -134,10 +198,12 @@ class Runner:
         values: Mapping[fx.Node, Any],
         *,
         num_rows: int,
+        row_tokens: int,
         place: Callable[[Any], Place],
         tile_bytes: int,
     ) -> None:
         self.branch, self.runs, self.num_rows, self.place = branch, runs, num_rows, place
+        self.row_tokens = row_tokens
         self._values = values
         self._tile_bytes = tile_bytes
         segment = branch.segment
@@ -216,7 +282,7 @@ class Runner:
         result_grads: Sequence[Tensor | None],
         leaves: Leaves,
         *,
-        state_grads: Sequence[Tensor],
+        state_grads: Sequence[Tensor | None],
         boundary_grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Send gradients through a recorded span, once; return those of the boundary states before it.
@@ -250,7 +316,7 @@ class Runner:
         return tuple(outputs[:slots]), tuple(outputs[slots : slots + carried]), hidden
 
     def _span(self, where: Where) -> _Span:
-        return _Span(self.branch.sites, self.visibility.blocks(where.rows), where)
+        return _Span(self.branch, self.visibility.blocks(where.rows), where, self.row_tokens)
 
     def _boundary(self, where: Where, leaves: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the boundary states before a span, for each of its rows."""

@@ -88,7 +88,8 @@ class Store:
             torch.empty((rows, slot.heads, kept.total, slot.width), dtype=slot.dtype, device=device)
             for slot, kept in zip(slots, kept, strict=True)
         ]
-        self._grads: list[Tensor] | None = None
+        self._learns = [slot.learns for slot in slots]
+        self._grads: list[Tensor | None] | None = None
 
     def append(self, values: Sequence[Tensor]) -> None:
         """Write the state of the next tokens, `[rows, heads, tokens, width]` for each slot."""
@@ -112,9 +113,10 @@ class Store:
         self.visible = until
 
     def track_gradients(self, dtype: torch.dtype) -> None:
-        """Allocate gradients, zero, in at least `dtype`."""
+        """Allocate gradients, zero, in at least `dtype`, for the slots that gradients reach."""
         self._grads = [
-            torch.zeros_like(value, dtype=torch.promote_types(value.dtype, dtype)) for value in self._alive()
+            torch.zeros_like(value, dtype=torch.promote_types(value.dtype, dtype)) if learns else None
+            for value, learns in zip(self._alive(), self._learns, strict=True)
         ]
 
     @property
@@ -130,16 +132,20 @@ class Store:
         for lo, hi, place in self._kept[key_slot].overlaps(max(since, self.start), self.visible):
             parts: list[Tensor | None] = [stores[slot].narrow(2, place, hi - lo) for slot in (key_slot, value_slot)]
             for slot in (key_slot, value_slot):
-                parts.append(None if self._grads is None else self._grads[slot].narrow(2, place, hi - lo))
+                grad = None if self._grads is None else self._grads[slot]
+                parts.append(None if grad is None else grad.narrow(2, place, hi - lo))
             found.append(KeyRange(lo, *parts))  # type: ignore[arg-type]
         return found
 
-    def gradients(self, lo: int, hi: int) -> list[Tensor]:
+    def gradients(self, lo: int, hi: int) -> list[Tensor | None]:
         """Return the accumulated gradients of tokens `lo` to `hi`, one for each slot; zero for tokens not kept."""
         self._alive()
         assert self._grads is not None, "gradients are tracked"
-        found = []
+        found: list[Tensor | None] = []
         for grad, kept in zip(self._grads, self._kept, strict=True):
+            if grad is None:
+                found.append(None)
+                continue
             parts = kept.overlaps(lo, hi)
             if len(parts) == 1 and parts[0][:2] == (lo, hi):
                 found.append(grad.narrow(2, parts[0][2], hi - lo))
@@ -164,7 +170,8 @@ class Store:
     @property
     def num_bytes(self) -> int:
         """Bytes that the store holds now."""
-        pages = sum(t.numel() * t.element_size() for t in (*(self._values or ()), *(self._grads or ())))
+        held = [t for t in (*(self._values or ()), *(self._grads or ())) if t is not None]
+        pages = sum(t.numel() * t.element_size() for t in held)
         return pages + self.boundaries.num_bytes
 
     def _alive(self) -> list[Tensor]:

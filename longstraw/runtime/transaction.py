@@ -102,7 +102,15 @@ class BranchRun:
         self.sources = step.inputs
         self.sizes = numbers.sizes
         place = functools.lru_cache(maxsize=None)(numbers.place)
-        self.runner = Runner(branch, runs, values, num_rows=numbers.rows, place=place, tile_bytes=_TILE_BYTES)
+        self.runner = Runner(
+            branch,
+            runs,
+            values,
+            num_rows=numbers.rows,
+            row_tokens=numbers.tokens,
+            place=place,
+            tile_bytes=_TILE_BYTES,
+        )
         self.place: Callable[[Any], Place] = place
         self.stop = max(stop for _, stop in self.runner.windows)
         self.first_result = min(start for start, _ in self.runner.windows)

@@ -12,7 +12,7 @@ from longstraw.errors import UnsupportedMask
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.leaves import Rows
 from longstraw.runtime.state import Kept, merged
-from longstraw.stages import Site, Stateful
+from longstraw.stages import Chooser, Site, Stateful
 
 _CHECKED_KEYS = 2048
 _BOUND_ROWS = 8
@@ -46,7 +46,7 @@ class Visibility:
         self._blocks: dict[Rows, list[Blocks]] = {}
 
     def blocks(self, rows: Rows) -> list[Blocks]:
-        """Return what each attention may see, for these rows."""
+        """Return what each attention may see, and then what each selection may, for these rows."""
         if rows not in self._blocks:
             while len(self._blocks) >= _BOUND_ROWS:
                 del self._blocks[next(iter(self._blocks))]
@@ -57,7 +57,7 @@ class Visibility:
                 for program in self._branch.masks
             ]
             table: list[Blocks] = []
-            for site in self._branch.sites:
+            for site in self._readers():
                 found: Blocks = CausalBlocks() if site.causal else EverySeen()
                 for i, index in enumerate(site.masks):
                     found = programs[index] if i == 0 and not site.causal else both(found, programs[index])
@@ -65,11 +65,15 @@ class Visibility:
             self._blocks[rows] = table
         return self._blocks[rows]
 
+    def _readers(self) -> list[Site | Chooser]:
+        return [*self._branch.sites, *self._branch.choosers]
+
     def check(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
         """Refuse masks that let a query of the span see tokens after it, or see nothing where that has no meaning."""
-        pairs = {id(b): (s, b) for s, b in zip(self._branch.sites, self.blocks(rows), strict=True)}
+        found = list(zip(self._readers(), self.blocks(rows), strict=True))
+        pairs = {id(b): (s, b) for s, b in reversed(found)}  # of a selection and an attention, the attention
         for site, blocks in pairs.values():
-            if any(self._branch.finite[index] for index in site.masks):
+            if isinstance(site, Site) and any(self._branch.finite[index] for index in site.masks):
                 self._check_some_key(site, blocks, lo, hi)
             if hi >= stop or blocks.verdict(lo, hi, hi, stop) == "none":
                 continue
@@ -114,8 +118,12 @@ class Visibility:
             groups[site.key_slot] = groups[site.value_slot] = min(groups[site.key_slot], groups[site.value_slot])
         runs: dict[int, list[tuple[int, int]]] = {group: [] for group in groups}
         readers: dict[int, dict[int, Blocks]] = {group: {} for group in groups}
-        for site, blocks in zip(self._branch.sites, self.blocks(rows), strict=True):
+        table = self.blocks(rows)
+        for site, blocks in zip(self._branch.sites, table, strict=False):
             readers[groups[site.key_slot]][id(blocks)] = blocks
+        for chooser, blocks in zip(self._branch.choosers, table[len(self._branch.sites) :], strict=True):
+            for slot in chooser.key_slots:
+                readers[groups[slot]][id(blocks)] = blocks
         for lo, hi in spans:
             first: dict[int, int] = {}
             for group, found in readers.items():

@@ -1,0 +1,385 @@
+"""Recognises the selection of keys by their scores, and attention that is masked to what was selected.
+
+Sparse attention (DeepSeek Sparse Attention, DeepSeek-V3.2-Exp 2025) scores every pair of a query and an earlier key
+with a small indexer, takes the k best keys of each query, and attends to those. As models write it: scores
+`[rows, tokens, tokens]`, `topk`, the indices scattered into a mask, masked attention. Here the scores become a function
+of per-token values, evaluated block by block, in one `longstraw.ops.select` node; and attention takes its indices.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from longstraw import ops
+from longstraw.arch.aten import is_pointwise
+from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.compat import expression
+
+aten = torch.ops.aten
+UNSEEN = -1e4
+"""A mask's value from which on a key counts as not seen."""
+_CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
+_NOT = (aten.logical_not, aten.bitwise_not)
+_AND = (aten.logical_and, aten.bitwise_and)
+_VIEWS = (aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.expand, *_CASTS)
+_FILLED = {aten.ones: 1, aten.ones_like: 1, aten.new_ones: 1, aten.zeros: 0, aten.zeros_like: 0, aten.new_zeros: 0}
+_FULL = {aten.full: 1, aten.full_like: 1, aten.new_full: 2}
+"""Ops that fill a tensor with the argument at this place."""
+
+Everything = object()
+"""Stands for a selection of all keys."""
+
+
+def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) -> None:
+    """Rewrite every selection of keys in a graph in place.
+
+    Args:
+        module: an ATen graph without in-place ops.
+        is_score: whether a node has two token dims (its last two).
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and packet(node.target) is aten.topk and is_score(node.args[0]):
+            try:
+                _rewrite(module, node)
+            except _NotPairsError:
+                continue  # the passes that follow say what can't be run
+
+
+class _NotPairsError(Exception):
+    """The scores are not a function of pairs of tokens that is understood."""
+
+
+def _rewrite(module: fx.GraphModule, topk: fx.Node) -> None:
+    a = arguments(topk)
+    scores = a["self"]
+    value = scores.meta["val"]
+    indices = [user for user in topk.users if user.args[1:] == (1,)]
+    k = _most(a["k"], value.shape[-1])
+    if k is None or a["dim"] % value.ndim != value.ndim - 1 or not a["largest"] or len(indices) != len(topk.users):
+        return
+    if value.ndim != 3 or not indices:
+        raise _NotPairsError
+    graph = module.graph
+    with graph.inserting_before(topk):
+        scores, masks = _without_masks(graph, scores)
+        pairs = _Pairs(graph)
+        pairs.finish(pairs.visit(scores, value.ndim - 2, value.ndim - 1))
+        name = f"selection_{sum(1 for key in module._modules if key.startswith('selection_'))}"
+        module.add_submodule(name, fx.GraphModule({}, pairs.inner))
+        function = graph.get_attr(name)
+        new = graph.call_function(
+            ops.select,
+            (
+                tuple(pairs.queries),
+                tuple(pairs.keys),
+                tuple(pairs.others),
+                tuple(masks),
+                k,
+                function,
+                tuple(pairs.query_dims),
+            ),
+            name="select",
+        )
+    new.meta = {**indices[0].meta, "val": value.new_empty((*value.shape[:2], k), dtype=torch.int64)}
+    for index in indices:
+        index.replace_all_uses_with(new)
+        graph.erase_node(index)
+    graph.erase_node(topk)
+
+
+def _most(k: Any, size: Any) -> int | None:
+    """Return how many of `size` entries are taken at most; None when all of them are, or the number is not known."""
+    count = expression(k.meta["val"] if isinstance(k, fx.Node) else k)
+    numbers = [x for x in (count.args if count.func.__name__ == "Min" else (count,)) if x.is_Integer]
+    return int(numbers[0]) if len(numbers) == 1 and count != expression(size) else None
+
+
+def _without_masks(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Return the scores without the masks on them, and these as `[rows, 1, tokens, tokens]`."""
+    masks: list[fx.Node] = []
+    while True:
+        name, operands = packet(scores.target), tensors(scores.args)
+        if name is aten.masked_fill and _is_unseen(arguments(scores)["value"]):
+            inside, mask = scores.args[:2]
+            if packet(mask.target) in _NOT:  # type: ignore[union-attr]
+                mask = mask.args[0]  # type: ignore[union-attr]
+            else:
+                mask = _emit(graph, scores, aten.logical_not.default, mask)
+        elif name is aten.where and _is_unseen(scores.args[2]):
+            mask, inside = scores.args[:2]
+        elif name is aten.add and len(operands) == 2 and len([x for x in operands if reaches_product(x)]) == 1:
+            inside, mask = sorted(operands, key=lambda x: not reaches_product(x))
+        else:
+            return scores, masks
+        scores = inside  # type: ignore[assignment]
+        masks.append(_with_heads(graph, scores, mask))  # type: ignore[arg-type]
+
+
+def _with_heads(graph: fx.Graph, like: fx.Node, mask: fx.Node) -> fx.Node:
+    """Return a mask `[rows, tokens, tokens]` with a dim of heads: that of which it is the one head, if any."""
+    if packet(mask.target) is aten.select:
+        a = arguments(mask)
+        if a["dim"] == 1 and a["self"].meta["val"].ndim == 4 and expression(a["self"].meta["val"].shape[1]) == 1:
+            return a["self"]
+    return _emit(graph, like, aten.unsqueeze.default, mask, 1)
+
+
+def _emit(graph: fx.Graph, like: fx.Node, op: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(op, args)
+    node.meta = {**like.meta, "val": op(*map_arg(args, lambda n: n.meta["val"]))}
+    return node
+
+
+def reaches_product(node: fx.Node) -> bool:
+    """Return whether a value with two token dims comes from a product (scores) and not only from positions (a mask)."""
+    seen, stack = set(), [node]
+    while stack:
+        at = stack.pop()
+        if at in seen or at.op != "call_function":
+            continue
+        seen.add(at)
+        if packet(at.target) in (aten.matmul, aten.bmm, aten.baddbmm) and at.meta["val"].is_floating_point():
+            return True
+        stack.extend(x for x in tensors((at.args, at.kwargs)))
+    return False
+
+
+def _is_unseen(value: Any) -> bool:
+    """Return whether a value that scores or masks are filled with means "not seen"."""
+    while isinstance(value, fx.Node) and packet(value.target) in (*_VIEWS, aten.detach, aten.lift_fresh_copy):
+        value = value.args[0]
+    if isinstance(value, fx.Node):
+        value = _constant(value)
+    return isinstance(value, (int, float)) and value <= UNSEEN
+
+
+def _constant(node: fx.Node) -> Any:
+    """Return the number that a tensor is filled with, or None."""
+    name = packet(node.target)
+    if name in _FILLED:
+        return _FILLED[name]
+    found = node.args[_FULL[name]] if name in _FULL else node.args[0] if name is aten.scalar_tensor else None
+    if node.op == "get_attr" and "val" in node.meta and node.meta["val"].ndim == 0:
+        found = getattr(node.graph.owning_module, str(node.target)).item()
+    return None if isinstance(found, fx.Node) else found
+
+
+# --- scores as a function of pairs ------------------------------------------------------------------------------------
+
+
+class _Pairs:
+    """Copies what lies between per-token values and their scores into a graph `(*queries, *keys, *others) -> scores`.
+
+    A value belongs to the queries or to the keys by which of the scores' token dims reaches it.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.inner = graph, fx.Graph()
+        self.queries: list[fx.Node] = []
+        self.query_dims: list[int] = []
+        self.keys: list[fx.Node] = []
+        self.others: list[fx.Node] = []
+        self._dims: dict[fx.Node, tuple[int | None, int | None]] = {}
+        self._env: dict[fx.Node, fx.Node] = {}
+        self._holders: dict[str, list[fx.Node]] = {"query": [], "key": [], "other": []}
+
+    def visit(self, node: fx.Node, query: int | None, key: int | None) -> fx.Node:
+        """Return the inner node of a value whose dims `query` and `key` run over queries and keys."""
+        if self._dims.setdefault(node, (query, key)) != (query, key):
+            raise _NotPairsError
+        if node not in self._env:
+            if query is None and key is None:
+                self.others.append(node)
+                self._env[node] = self._holder("other", node)
+            elif key is None:
+                self.queries.append(node)
+                self.query_dims.append(query)  # type: ignore[arg-type]
+                self._env[node] = self._holder("query", node)
+            elif query is None:
+                self._env[node] = self._key(node, key)
+            else:
+                for operand, *dims in _operand_dims(node, query, key):
+                    self.visit(operand, *dims)
+                self._env[node] = self.inner.node_copy(node, self._env.__getitem__)
+        return self._env[node]
+
+    def _key(self, node: fx.Node, dim: int) -> fx.Node:
+        """Follow casts and transposes up to the value that is kept, `[rows, 1, tokens, width]`."""
+        chain = []
+        at = node
+        while (
+            packet(at.target) in (*_CASTS, aten.transpose, aten.permute, aten.unsqueeze) and len(tensors(at.args)) == 1
+        ):
+            (operand, _, before) = _operand_dims(at, None, dim)[0]
+            if before is None:
+                break
+            chain.append(at)
+            at, dim = operand, before
+        if at in self._env:
+            return self._env[at]
+        rank = at.meta["val"].ndim
+        if rank == 3 and dim == 1:
+            self.keys.append(_emit(self.graph, at, aten.unsqueeze.default, at, 1))
+            self._env[at] = self.inner.call_function(aten.squeeze.dim, (self._holder("key", at), 1))
+        elif rank == 4 and dim == 2:
+            self.keys.append(at)
+            self._env[at] = self._holder("key", at)
+        else:
+            raise _NotPairsError
+        for one in reversed(chain):
+            self._env[one] = self.inner.node_copy(one, self._env.__getitem__)
+        return self._env[node]
+
+    def _holder(self, kind: str, node: fx.Node) -> fx.Node:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise _NotPairsError
+        held = self._holders[kind]
+        held.append(self.inner.placeholder(f"{kind}_{len(held)}"))
+        return held[-1]
+
+    def finish(self, scores: fx.Node) -> None:
+        """End the graph, its inputs in order."""
+        ordered = fx.Graph()
+        env = {old: ordered.placeholder(old.name) for kind in self._holders.values() for old in kind}
+        for node in self.inner.nodes:
+            if node not in env:
+                env[node] = ordered.node_copy(node, env.__getitem__)
+        ordered.output(env[scores])
+        self.inner = ordered
+
+
+Dims = tuple[fx.Node, int | None, int | None]
+
+
+def _operand_dims(node: fx.Node, query: int | None, key: int | None) -> list[Dims]:
+    """Return the tensor operands of an op, and which of their dims are the result's dims `query` and `key`."""
+    name, rank = packet(node.target), node.meta["val"].ndim if isinstance(node.meta.get("val"), torch.Tensor) else 0
+    operands = tensors((node.args, node.kwargs))
+    if any(isinstance(x, fx.Node) and x not in operands for x in node.all_input_nodes):
+        raise _NotPairsError  # a size
+
+    def all_by(move: Callable[[int, int], int | None]) -> list[Dims]:
+        found = []
+        for i, x in enumerate(operands):
+            dims = [None if d is None else move(i, d) for d in (query, key)]
+            shape = x.meta["val"].shape
+            dims = [None if d is None or d < 0 or expression(shape[d]) == 1 else d for d in dims]
+            found.append((x, *dims))
+        return found  # type: ignore[return-value]
+
+    def rank_of(i: int) -> int:
+        return int(operands[i].meta["val"].ndim)
+
+    if is_pointwise(node.target) or name in (*_CASTS, aten.masked_fill, aten.where):
+        return all_by(lambda i, d: d - rank + rank_of(i))
+    if name in (aten.matmul, aten.bmm) and min(rank_of(0), rank_of(1)) > 1:
+        absent = (rank - 1, rank - 2)  # the left operand has no such dim, nor has the right one the other
+        return all_by(lambda i, d: None if d == absent[i] else d - rank + rank_of(i))
+    a = arguments(node) if hasattr(node.target, "_schema") else {}
+    if name is aten.unsqueeze:
+        at = a["dim"] % rank
+        return all_by(lambda i, d: None if d == at else d - (d > at))
+    if name is aten.squeeze and isinstance(a.get("dim"), int):
+        at = a["dim"] % (rank + 1)
+        return all_by(lambda i, d: d + (d >= at))
+    if name is aten.transpose:
+        pair = [a["dim0"] % rank, a["dim1"] % rank]
+        return all_by(lambda i, d: pair[1 - pair.index(d)] if d in pair else d)
+    if name is aten.permute:
+        order = [d % rank for d in a["dims"]]
+        return all_by(lambda i, d: order[d])
+    if name in (aten.sum, aten.mean, aten.amax) and a.get("dim") not in (None, []):
+        before = rank_of(0)
+        gone = sorted(d % before for d in ([a["dim"]] if isinstance(a["dim"], int) else a["dim"]))
+        kept = list(range(before)) if a["keepdim"] else [d for d in range(before) if d not in gone]
+        if any(d in gone for d in (None if d is None else kept[d] for d in (query, key))):
+            raise _NotPairsError
+        return all_by(lambda i, d: kept[d])
+    raise _NotPairsError
+
+
+# --- masks that say what was selected ---------------------------------------------------------------------------------
+
+
+def split(graph: fx.Graph, masks: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
+    """Return an attention's masks without the part that says which keys were selected, and the indices selected.
+
+    Args:
+        graph: where new nodes are inserted, at its insertion point.
+        masks: masks of one attention, all of which must let a key be seen.
+    """
+    kept: list[fx.Node] = []
+    found: list[Any] = []
+    for mask in masks:
+        rest = _take_off(graph, mask, found)
+        kept += [rest] if rest is not None else []
+    chosen = list(dict.fromkeys(x for x in found if x is not Everything))
+    if len(chosen) > 1:
+        return masks, None
+    return tuple(kept), chosen[0] if chosen else None
+
+
+def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | None:
+    """Return a mask without its selections, which are added to `found`; None when nothing else is in it."""
+    name = packet(mask.target)
+    selected = _selected(mask, seen=True)
+    if selected is not None:
+        found.append(selected)
+        return None
+    if name is aten.alias:
+        before = len(found)
+        rest = _take_off(graph, mask.args[0], found)  # type: ignore[arg-type]
+        return mask if len(found) == before else rest
+    if name is aten.masked_fill and _is_unseen(arguments(mask)["value"]):
+        base, condition = mask.args[:2]
+        selected = _selected(condition, seen=False)
+        if selected is not None:
+            found.append(selected)
+            return _take_off(graph, base, found)  # type: ignore[arg-type]
+    if name in (*_AND, aten.add) and len(tensors(mask.args)) == 2 and len(mask.args) == 2:
+        before = len(found)
+        parts = [_take_off(graph, x, found) for x in tensors(mask.args)]
+        if len(found) == before:
+            return mask
+        left = [part for part in parts if part is not None]
+        if len(left) < 2:
+            return left[0] if left else None
+        return _emit(graph, mask, mask.target, *left)
+    return mask
+
+
+def _selected(node: Any, *, seen: bool) -> Any:
+    """Return the indices that a mask is true at (or, if not `seen`, false at); `Everything`, or None for others."""
+    while isinstance(node, fx.Node) and packet(node.target) in (*_VIEWS, *_NOT):
+        seen = seen != (packet(node.target) in _NOT)
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or packet(node.target) is not aten.scatter:
+        return None
+    a = arguments(node)
+    base, value = _constant(a["self"]), a.get("value")
+    rank = node.meta["val"].ndim
+    if value is None or base is None or a["dim"] % rank != rank - 1:
+        return None
+    if node.meta["val"].dtype == torch.bool:
+        says = bool(value) == seen and bool(base) != seen
+    else:
+        says = value == 0 and base <= UNSEEN if seen else value <= UNSEEN and base == 0
+    index = a["index"]
+    while packet(index.target) in _CASTS:
+        index = index.args[0]
+    if not says:
+        return None
+    if index.target is ops.select:
+        return index
+    if index.target is operator.getitem and packet(index.args[0].target) is aten.topk:
+        topk = arguments(index.args[0])
+        count = topk["k"].meta["val"] if isinstance(topk["k"], fx.Node) else topk["k"]
+        if index.args[1] == 1 and expression(count) == expression(topk["self"].meta["val"].shape[-1]):
+            return Everything
+    return None
