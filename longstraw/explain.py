@@ -169,6 +169,7 @@ def state_table(branch: Stateful) -> list[str]:
         key, value = branch.slots[site.key_slot], branch.slots[site.value_slot]
         shared = any(site.key_slot == other.key_slot for other in branch.sites[:i])
         mask = "causal" if site.causal else f"mask {', '.join(map(str, site.masks))}"
+        mask += "" if site.chooser is None else f", {branch.choosers[site.chooser].k} selected keys"
         what = f"{key.heads} x {key.width} keys, {value.heads} x {value.width} values, {str(key.dtype)[6:]}"
         size = key.bytes_per_token + value.bytes_per_token
         if site.expansion is not None:
@@ -180,6 +181,13 @@ def state_table(branch: Stateful) -> list[str]:
         shape = " x ".join(map(str, carry.shape))
         what = f"{shape} = {carry.numbers} numbers of {carry.kind}, {str(carry.dtype)[6:]}"
         _add(rows, carry.module or "scan", f"{carry.num_bytes:>9} B        {what}", i)
+    for i, chooser in enumerate(branch.choosers):
+        slots = [branch.slots[slot] for slot in chooser.key_slots]
+        size = sum(slot.bytes_per_token for slot in slots)
+        shown = ", ".join(f"{slot.heads} x {slot.width}" for slot in slots)
+        readers = sum(site.chooser == i for site in branch.sites)
+        what = f"{shown} keys of a selection, {str(slots[0].dtype)[6:]}: {chooser.k} keys for {readers} attention"
+        _add(rows, chooser.module or "selection", f"{size:>9} B/token  {what}{'s' if readers != 1 else ''}", i)
     names = {key: key[0].replace("*", _listed(numbers)) for key, numbers in rows.items()}
     width = max(map(len, names.values()), default=0)
     return [f"{names[key]:<{width}} {key[1]}" for key in rows]

@@ -88,6 +88,16 @@ def unshuffled(dim: Dim) -> Iterable[Factor]:
             yield factor
 
 
+def numbers_per_token(layout: Layout) -> int:
+    """Return how many numbers a value has per row and token, by its layout: entries sent to k experts count k times."""
+    count = 1
+    for dim in layout:
+        for factor in unshuffled(dim):
+            if isinstance(factor, tuple):
+                count *= factor[0]
+    return count
+
+
 class Sizes:
     """Compares sizes that contain shape symbols.
 

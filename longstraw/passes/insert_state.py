@@ -26,7 +26,7 @@ from longstraw.arch.rules import packet
 from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
-from longstraw.layout import Sizes
+from longstraw.layout import Tokens, has, numbers_per_token
 from longstraw.passes.latents import Latents, find_latents
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import (
@@ -280,19 +280,19 @@ class _Builder:
         for placeholder in self.mask_of:
             self.graph.erase_node(placeholder)
         state = (*self.slots, *self.after)
-        capture = self._graph(state)
+        capture, relay = self._graph(state), self._graph((*state, *self.frontier))
         return Stateful(
             segment,
             capture,
             self._graph(self.frontier),
-            self._graph((*state, *self.frontier)),
+            relay,
             tuple(self.slots.values()),
             tuple(self.carries),
             tuple(self.sites),
             tuple(self.choosers),
             tuple(self.programs.values()),
             tuple(mask.meta.get("finite", mask.meta["val"].is_floating_point()) for mask in self.programs),
-            _bytes_per_token(self.graph, self.step.sizes),
+            _bytes_per_token(relay),
         )
 
     def _graph(self, outputs: tuple[fx.Node, ...]) -> fx.GraphModule:
@@ -322,10 +322,15 @@ def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith(prefix)]
 
 
-def _bytes_per_token(graph: fx.Graph, sizes: Sizes) -> int:
+def _bytes_per_token(module: fx.GraphModule) -> int:
     """Return about how many bytes per token the autograd graph of a span keeps."""
+    values = [
+        (node.meta["val"], node.meta["layout"])
+        for node in module.graph.nodes
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and node.meta.get("layout")
+    ]
     return sum(
-        sizes.bytes_per_token(node.meta["val"])
-        for node in graph.nodes
-        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+        numbers_per_token(layout) * value.element_size()
+        for value, layout in values
+        if any(has(dim, Tokens) for dim in layout)
     )
