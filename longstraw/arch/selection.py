@@ -214,7 +214,8 @@ class _Pairs:
         chain = []
         at = node
         while (
-            packet(at.target) in (*_CASTS, aten.transpose, aten.permute, aten.unsqueeze) and len(tensors(at.args)) == 1
+            packet(at.target) in (*_CASTS, aten.transpose, aten.mT, aten.permute, aten.unsqueeze)
+            and len(tensors(at.args)) == 1
         ):
             (operand, _, before) = _operand_dims(at, None, dim)[0]
             if before is None:
@@ -288,6 +289,9 @@ def _operand_dims(node: fx.Node, query: int | None, key: int | None) -> list[Dim
     if name is aten.squeeze and isinstance(a.get("dim"), int):
         at = a["dim"] % (rank + 1)
         return all_by(lambda i, d: d + (d >= at))
+    if name in (aten.mT, aten.t, aten.numpy_T) and (rank == 2 or name is aten.mT):
+        last = [rank - 2, rank - 1]
+        return all_by(lambda i, d: last[1 - last.index(d)] if d in last else d)
     if name is aten.transpose:
         pair = [a["dim0"] % rank, a["dim1"] % rank]
         return all_by(lambda i, d: pair[1 - pair.index(d)] if d in pair else d)
@@ -332,10 +336,12 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
     if selected is not None:
         found.append(selected)
         return None
-    if name is aten.alias:
+    if name in _VIEWS and len(tensors(mask.args)) == 1:
         before = len(found)
         rest = _take_off(graph, mask.args[0], found)  # type: ignore[arg-type]
-        return mask if len(found) == before else rest
+        if len(found) == before or rest is None:
+            return mask if len(found) == before else None
+        return _emit(graph, mask, mask.target, rest, *mask.args[1:])
     if name is aten.masked_fill and _is_unseen(arguments(mask)["value"]):
         base, condition = mask.args[:2]
         selected = _selected(condition, seen=False)

@@ -102,6 +102,7 @@ class _Builder:
         self.carries: list[Carry] = []
         self.after: list[fx.Node] = []
         self.programs: dict[fx.Node, BlockProgram] = {}
+        self.same: dict[fx.Node, fx.Node] = {}  # mask -> the first one with an equal program
 
     def replace(self, node: fx.Node) -> None:
         """Turn one attention into its stateful form."""
@@ -209,7 +210,11 @@ class _Builder:
                     remedy="A mask must be elementwise in query and key positions and per-token values.",
                 ) from error
             self.programs[mask] = program
-        return list(self.programs).index(mask)
+            same = [
+                other for other, known in self.programs.items() if known == program and _finite(other) == _finite(mask)
+            ]
+            self.same[mask] = same[0]
+        return list(dict.fromkeys(self.same.values())).index(self.same[mask])
 
     def _state(self, operand: fx.Node, line: str) -> fx.Node:
         """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""
@@ -290,8 +295,8 @@ class _Builder:
             tuple(self.carries),
             tuple(self.sites),
             tuple(self.choosers),
-            tuple(self.programs.values()),
-            tuple(mask.meta.get("finite", mask.meta["val"].is_floating_point()) for mask in self.programs),
+            tuple(self.programs[mask] for mask in dict.fromkeys(self.same.values())),
+            tuple(_finite(mask) for mask in dict.fromkeys(self.same.values())),
             _bytes_per_token(relay),
         )
 
@@ -310,6 +315,11 @@ class _Builder:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in outputs))
         return restore_autocast(fx.GraphModule(self.module, graph))
+
+
+def _finite(mask: fx.Node) -> bool:
+    """Return whether keys that a mask leaves out have a finite score."""
+    return bool(mask.meta.get("finite", mask.meta["val"].is_floating_point()))
 
 
 def _module(node: fx.Node) -> str:

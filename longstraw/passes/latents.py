@@ -140,12 +140,12 @@ def _depths(key: fx.Node, value: fx.Node) -> dict[fx.Node, int]:
 def _form(node: fx.Node) -> str | None:
     """Return how a value becomes `[rows, 1, tokens, width]`: "three" or "four" dims now; None when it can't."""
     layout = node.meta.get("layout")
-    if not isinstance(node.meta.get("val"), torch.Tensor) or not layout:
+    if not isinstance(node.meta.get("val"), torch.Tensor) or not layout or len(layout) not in (3, 4):
         return None
     first, *middle, tokens, width = layout
     plain = all(isinstance(factor, tuple) for factor in width)
     right = first in ((), (Rows(),)) and len(tokens) == 1 and isinstance(tokens[0], Tokens) and plain
-    if not right or any(dim != () for dim in middle) or len(middle) > 1:
+    if not right or any(dim != () for dim in middle):
         return None
     return "four" if middle else "three"
 
