@@ -11,7 +11,7 @@ from torch import fx
 from longstraw import ops
 from longstraw.arch.rules import arguments, op_name, packet
 from longstraw.arch.scans import RULES as SCANS
-from longstraw.layout import Rows, Shuffled, Tokens
+from longstraw.layout import Rows, Shuffled, Tokens, is_dispatched
 from longstraw.stages import Branched, Carved, Located, Lowered, Normalised, Partitioned, Traced, WithState
 
 aten = torch.ops.aten
@@ -116,6 +116,9 @@ def _partitioned(step: Partitioned) -> None:
     for segment in step.segments:
         found += len(segment.results)
         _carved(segment.body)
+        for node in segment.frontier:
+            if is_dispatched(step.step.layouts[node]):
+                _fail(node, "heads run on parts of a span, and start at values that have a meaning there")
         assert sorted(i for head in segment.heads for i in head.results) == list(range(len(segment.results))), (
             "every result comes from one head"
         )

@@ -88,6 +88,11 @@ def unshuffled(dim: Dim) -> Iterable[Factor]:
             yield factor
 
 
+def is_dispatched(layout: Layout) -> bool:
+    """Return whether a value is in the order of experts, or counts entries in it: it has a meaning only as a whole."""
+    return any(has(dim, Shuffled) or has(dim, Counts) for dim in layout)
+
+
 def numbers_per_token(layout: Layout) -> int:
     """Return how many numbers a value has per row and token, by its layout: entries sent to k experts count k times."""
     count = 1

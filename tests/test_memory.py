@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import backend, explain
-from longstraw.runtime import transaction
+from longstraw.runtime import attention, selection, spans, transaction
 from tests.models import zoo
 from tests.steps import STEPS
 
@@ -77,7 +77,7 @@ def compiled(span_tokens: int, **options: Any) -> Any:
     return torch.compile(STEP.function, backend="longstraw", options=options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "mamba2", "glm_moe_dsa"])
 def test_peak_does_not_depend_on_the_group(live: Live, name: str) -> None:
     model = zoo.build(name)
     step = compiled(span_tokens=16)
@@ -96,6 +96,29 @@ def test_peak_grows_with_the_prompt_by_its_state(live: Live, prompt_grad: str, c
     peaks = [peak(live, step, model, STEP.inputs(model, prompt=p, response=8, group=2)) for p in (128, 384)]
     slope = (peaks[1] - peaks[0]) / 256
     assert copies * STATE_BYTES <= slope <= 1.3 * copies * STATE_BYTES
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of scores, of gathered keys and of built keys small beside the state of these tests' prompts."""
+    monkeypatch.setattr(selection, "TILE_BYTES", 1 << 16)
+    monkeypatch.setattr(attention, "BUILT_BYTES", 1 << 16)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("gather_cost", [1e-9, 1e9], ids=["gathered", "masked"])
+def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
+    live: Live, monkeypatch: pytest.MonkeyPatch, gather_cost: float
+) -> None:
+    monkeypatch.setattr(spans, "GATHER_COST", gather_cost)
+    model = zoo.build("glm_moe_dsa", index_topk=16, indexer_types=["full", "shared"])
+    config = model.config
+    latents = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    expected = 8 * (2 * latents + config.index_head_dim)  # keys of the indexer have no gradient
+    step = compiled(span_tokens=16)
+    peaks = [peak(live, step, model, STEP.inputs(model, prompt=p, response=8, group=2)) for p in (128, 384)]
+    slope = (peaks[1] - peaks[0]) / 256
+    assert expected <= slope <= 1.3 * expected
 
 
 @pytest.mark.parametrize("tiled", [True, False])

@@ -24,8 +24,7 @@ def _tiled(branch: Stateful, sizes: Sizes) -> Stateful:
     """Return a branch with the widest parts of its graphs as tiled calls."""
     hidden = min((sizes.bytes_per_token(node.meta["val"]) for node in branch.segment.frontier), default=0)
     capture, score, relay = (
-        tile_wide_parts(copy_graph(module), hidden, sizes=sizes)
-        for module in (branch.capture, branch.score, branch.relay)
+        tile_wide_parts(copy_graph(module), hidden) for module in (branch.capture, branch.score, branch.relay)
     )
     return replace(branch, capture=capture, score=score, relay=relay)
 

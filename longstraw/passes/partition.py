@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from longstraw import compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import WideResult, user_line
-from longstraw.layout import Sizes, window
+from longstraw.layout import Sizes, is_dispatched, numbers_per_token, window
 from longstraw.passes.carve import carve
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
@@ -158,7 +158,7 @@ def _find_frontier(
             users=lambda n: [u for u in n.users if u in wanted],
             is_source=lambda n: n in body or not any(step.kinds.get(x) == "region" for x in n.all_input_nodes),
             is_sink=lambda n: n is widest,
-            cost=lambda n: step.sizes.bytes_per_token(n.meta["val"]) if _is_tensor(n) else 1 << 40,
+            cost=lambda n: _cost(n, step.layouts.get(n)),
             near_sink=True,
         )
     )
@@ -174,6 +174,13 @@ def _find_frontier(
         else:
             stack.extend(x for x in node.all_input_nodes if step.kinds.get(x) in ("region", "tail"))
     return tuple(n for n in step.module.graph.nodes if n in reached)
+
+
+def _cost(node: fx.Node, layout: Any) -> int:
+    """Return the bytes per token of a value at which a head may start; entries in the order of experts are no place."""
+    if not _is_tensor(node) or layout is None or is_dispatched(layout):
+        return 1 << 40
+    return numbers_per_token(layout) * int(node.meta["val"].element_size())
 
 
 def _is_tensor(node: fx.Node) -> bool:

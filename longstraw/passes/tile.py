@@ -1,4 +1,4 @@
-"""Tiles the widest token-wise parts of a segment graph (feed-forward layers), so that they never hold a whole span.
+"""Tiles the widest token-wise parts of a segment graph (feed-forward layers, experts): they never hold a whole span.
 
 Used by lower. A part is a set of connected wide values together with the narrow values that they end in; it becomes one
 `longstraw.ops.tiled` call, which runs it on tiles of tokens and recomputes it in backward where a span would not fit.
@@ -8,45 +8,46 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from longstraw import ops
-from longstraw.arch.rules import packet
-from longstraw.layout import Shuffled, Sizes, Tokens, has
+from longstraw.layout import Tokens, has, is_dispatched, numbers_per_token
 
 aten = torch.ops.aten
 _WIDE = 2
 """A value is wide when it has more than this many times the bytes per token of the hidden states."""
 
 
-def tile_wide_parts(module: fx.GraphModule, hidden_bytes: int, *, sizes: Sizes) -> fx.GraphModule:
+def tile_wide_parts(module: fx.GraphModule, hidden_bytes: int) -> fx.GraphModule:
     """Return the graph with every wide token-wise part as one tiled call.
 
     Args:
         module: a segment graph whose nodes carry layouts.
         hidden_bytes: bytes per token of the hidden states.
-        sizes: of the step.
     """
     graph = module.graph
-    for number, part in enumerate(list(_parts(graph, _WIDE * hidden_bytes, sizes))):
-        _replace(module, part, number, sizes)
+    for number, part in enumerate(list(_parts(graph, _WIDE * hidden_bytes))):
+        _replace(module, part, number)
     graph.lint()
     module.recompile()
     return module
 
 
-def _bytes(node: fx.Node, sizes: Sizes) -> int:
+def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or not node.meta.get("layout"):
         return 0
-    return sizes.bytes_per_token(value) if any(has(dim, Tokens) for dim in node.meta["layout"]) else 0
+    runs = any(has(dim, Tokens) for dim in node.meta["layout"])
+    return numbers_per_token(node.meta["layout"]) * value.element_size() if runs else 0
 
 
-def _parts(graph: fx.Graph, limit: int, sizes: Sizes) -> Iterator[list[fx.Node]]:
+def _parts(graph: fx.Graph, limit: int) -> Iterator[list[fx.Node]]:
     """Yield sets of nodes, in graph order, that can run on tiles: wide values, and the narrow ones that read them."""
-    wide = {node for node in graph.nodes if _bytes(node, sizes) > limit}
+    wide = {node for node in graph.nodes if _bytes(node) > limit}
+    counted, taken = _counted(graph), set[fx.Node]()
     done: set[fx.Node] = set()
     for first in graph.nodes:
         if first not in wide or first in done:
@@ -58,40 +59,66 @@ def _parts(graph: fx.Graph, limit: int, sizes: Sizes) -> Iterator[list[fx.Node]]
             if node in part:
                 continue
             part.add(node)
-            if node in wide:
-                stack += [x for x in node.all_input_nodes if x in wide]
+            joined = node in wide or _is_dispatched(node)
+            if joined:
+                stack += [x for x in node.all_input_nodes if x in wide or _is_dispatched(x)]
+            if joined or _is_merged(node):
                 stack += [x for x in node.users if x.op == "call_function"]
         done |= part
-        absorbed = _absorb(part)
-        if absorbed is not None and _exits(absorbed) is not None:
+        absorbed = _absorb(part, counted)
+        if absorbed is None or _exits(absorbed) is None:
+            continue
+        own = {node for node in absorbed if node.target is not operator.mul and node not in counted}
+        if own.isdisjoint(taken):
+            taken |= own
             yield [node for node in graph.nodes if node in absorbed]
 
 
-def _absorb(part: set[fx.Node]) -> set[fx.Node] | None:
-    """Return a part with the size arithmetic and the reshapes that it reads; None when it can't be cut by tokens."""
+def _dims(node: fx.Node) -> list[Any]:
+    layout = node.meta.get("layout") or ()
+    several = isinstance(node.meta.get("val"), (tuple, list))
+    return [dim for one in layout for dim in one] if several else list(layout)
+
+
+def _is_dispatched(node: fx.Node) -> bool:
+    """Return whether a value is in the order of experts, or counts entries in that order."""
+    return node.op == "call_function" and is_dispatched(tuple(_dims(node)))
+
+
+def _is_merged(node: fx.Node) -> bool:
+    """Return whether a value has rows and tokens in one dim: it can't be cut by tokens."""
+    return node.op == "call_function" and any(has(dim, Tokens) and len(dim) > 1 for dim in _dims(node))
+
+
+def _absorb(part: set[fx.Node], counted: set[fx.Node]) -> set[fx.Node] | None:
+    """Return a part with what it reads that can't be cut by tokens; None when that is more than token-wise ops."""
     part = set(part)
     stack = list(part)
     while stack:
         for x in stack.pop().all_input_nodes:
-            if x in part or x.op == "placeholder":
-                continue
-            layout = x.meta.get("layout")
-            merged = layout and any(has(dim, Tokens) and len(dim) > 1 for dim in layout)
-            if x.target is operator.mul or (merged and packet(x.target) is aten.reshape):
+            several = isinstance(x.meta.get("val"), (tuple, list))
+            inside = x.target is operator.mul or several or _is_merged(x) or x in counted
+            if inside and x not in part and x.op == "call_function":
                 part.add(x)
                 stack.append(x)
-            elif merged:
-                return None
-    if any(has(dim, Shuffled) for node in part for dim in node.meta.get("layout") or ()):
-        return None
-    return (
-        None
-        if any(
-            node.target in (ops.attend, ops.choose) or ("autocast" in node.meta and node.meta["autocast"])
-            for node in part
-        )
-        else part
-    )
+    inputs = {x for node in part for x in node.all_input_nodes if x not in part}
+    whole = any(_runs_over_tokens(x) and _token_dim(x) is None for x in inputs)
+    mixes = any(node.target in (ops.attend, ops.choose) or node.meta.get("autocast") for node in part)
+    return None if whole or mixes else part
+
+
+def _runs_over_tokens(node: fx.Node) -> bool:
+    return any(has(dim, Tokens) for dim in _dims(node))
+
+
+def _counted(graph: fx.Graph) -> set[fx.Node]:
+    """Return what is made from sizes alone, such as positions among the tokens that are run: made anew for a tile."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+        if node.op == "call_function" and _runs_over_tokens(node) and all(x in found for x in read):
+            found.add(node)
+    return found
 
 
 def _exits(part: set[fx.Node]) -> fx.Node | None:
@@ -110,7 +137,7 @@ def _token_dim(node: fx.Node) -> int | None:
     return None
 
 
-def _replace(module: fx.GraphModule, part: list[fx.Node], number: int, sizes: Sizes) -> None:
+def _replace(module: fx.GraphModule, part: list[fx.Node], number: int) -> None:
     graph, members = module.graph, set(part)
     leaving = _exits(members)
     assert leaving is not None
@@ -133,7 +160,7 @@ def _replace(module: fx.GraphModule, part: list[fx.Node], number: int, sizes: Si
     with graph.inserting_before(call):
         function = graph.get_attr(name)
     dims = tuple(_token_dim(x) for x in inputs)
-    size = sum(_bytes(node, sizes) for node in part)
+    size = sum(_bytes(node) for node in part)
     call.args = (function, size, counts["rows"], counts["tokens"], dims, _token_dim(leaving), *inputs)
     call.meta = dict(leaving.meta)
     leaving.replace_all_uses_with(call, delete_user_cb=lambda user: user not in members)
