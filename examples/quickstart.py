@@ -1,6 +1,6 @@
 """One GRPO step on real text, eager and with `backend="longstraw"`: same loss, same gradients, less time and memory.
 
-    python examples/quickstart.py [--quick] [--model PATH] [--limit GIB] [--out FOLDER]
+    python examples/quickstart.py [--quick] [--model PATH | --model-type TYPE] [--limit GIB] [--out FOLDER]
 
 The prompt is a licence and Python's own reference topics, cut at several lengths. A small Qwen3 with random weights
 (or a local checkpoint) continues it; a response's reward is how much of the true continuation it hits. Each side takes
@@ -27,6 +27,7 @@ import torch
 
 SIDES = ("eager", "longstraw")
 TOLERANCE = 1e-4  # relative L2 of one gradient in float32; the tests hold float64 to 1e-10
+SELECTING_TOLERANCE = 1e-2  # the same where keys are selected, see SELECTING
 MIB = 2**20
 
 
@@ -104,8 +105,39 @@ MODEL_TYPES = {
         "linear_value_head_dim": 32,
         "tie_word_embeddings": False,
     },
+    # latent attention, keys selected in every second layer, experts in all layers but the first
+    "glm_moe_dsa": SMALL
+    | {
+        "hidden_size": 96,
+        "intermediate_size": 288,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "indexer_types": ["full", "shared"] * 2,
+        "index_topk": 64,
+        "index_n_heads": 8,
+        "index_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
 }
 ALIASES = {"qwen3_5": "qwen3_5_text"}
+SELECTING = ("glm_moe_dsa",)
+"""Types that attend to the keys that an indexer selects by score. Two things differ for them.
+
+The last key that is selected and the first that isn't may have scores that agree to float32's rounding. Eager and
+longstraw multiply in blocks of other shapes, so one of them may take the one key and one the other. With 2048 random
+tokens this happened to one query of 34,000, whose two scores were 1e-7 of their value apart, and one gradient moved by
+3e-4; with up to 1024 tokens it didn't happen. Neither side is wrong, so the tolerance is wider. Where all choices
+agree, as in `sparse_moe_model.py`, gradients are as close as other models'; the tests compare in float64.
+
+Eager builds scores of all pairs of tokens for every head of the indexer, so its memory ends at a quarter of the length.
+"""
 
 
 def load_model(path, model_type="qwen3"):
@@ -381,8 +413,8 @@ def check(records, differences, args):
     *shared, longest = args.lengths
     for n in shared:
         assert eager[n]["loss"] is not None and ours[n]["loss"] is not None, f"out of memory at {n} prompt tokens"
-        assert abs(ours[n]["loss"] - eager[n]["loss"]) <= TOLERANCE, f"losses differ at {n} prompt tokens"
-        assert differences[n] <= TOLERANCE, f"gradients differ by {differences[n]:.1e} at {n} prompt tokens"
+        assert abs(ours[n]["loss"] - eager[n]["loss"]) <= args.tolerance, f"losses differ at {n} prompt tokens"
+        assert differences[n] <= args.tolerance, f"gradients differ by {differences[n]:.1e} at {n} prompt tokens"
     n = shared[-1]
     assert ours[n]["bytes"] < eager[n]["bytes"], f"longstraw takes more memory than eager at {n} prompt tokens"
     assert ours[longest]["loss"] is not None, f"longstraw ran out of memory at {longest} prompt tokens"
@@ -390,7 +422,7 @@ def check(records, differences, args):
         assert eager[longest]["loss"] is None, f"eager was expected to run out of memory at {longest} prompt tokens"
     speed, memory = (eager[n][key] / ours[n][key] for key in ("seconds", "bytes"))
     print(
-        f"Checked: up to {n} prompt tokens every gradient is eager's to {TOLERANCE:g} (largest difference "
+        f"Checked: up to {n} prompt tokens every gradient is eager's to {args.tolerance:g} (largest difference "
         f"{max(differences.values()):.1e}). At {n}, longstraw is {speed:.1f} times as fast and takes 1/{memory:.1f} of "
         f"eager's extra memory; in {args.limit / MIB:.0f} MiB it also takes the step at {longest}, where eager can't."
     )
@@ -413,7 +445,10 @@ def parse(argv):
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.argv = argv
-    args.lengths = args.lengths or ([128, 512, 2048] if args.quick else [512, 1024, 2048, 4096, 8192])
+    selects = args.model_type in SELECTING
+    args.tolerance = SELECTING_TOLERANCE if selects else TOLERANCE
+    lengths = [128, 512, 2048] if args.quick else [512, 1024, 2048, 4096, 8192]
+    args.lengths = args.lengths or [n // 4 if selects else n for n in lengths]
     args.limit = int((args.limit or (0.375 if args.quick else 2.5)) * 2**30)
     return args
 
