@@ -295,6 +295,7 @@ class Site:
         heads: of its queries.
         expansion: what builds keys and values from latents, or None: they are the state themselves.
         chooser: which selection says what its queries see, or None: all that masks let them see.
+        finite_selection: whether keys that were not selected have a finite score, as for `Stateful.finite`.
     """
 
     key_slot: int
@@ -308,6 +309,7 @@ class Site:
     heads: int
     expansion: Expansion | None = None
     chooser: int | None = None
+    finite_selection: bool = False
 
 
 @dataclass(frozen=True)

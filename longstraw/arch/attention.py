@@ -55,7 +55,8 @@ def _from_library_call(graph: fx.Graph, node: fx.Node) -> None:
     scale = a["scale"] if a["scale"] is not None else 1.0 / math.sqrt(width)
     masks = () if a["attn_mask"] is None else (a["attn_mask"],)
     with graph.inserting_before(node):
-        lifted = [_four_dims(graph, a[name], node) for name in ("query", "key", "value")]
+        batch = _batch_of(a["query"])
+        lifted = [_four_dims(graph, a[name], node, batch=batch) for name in ("query", "key", "value")]
         new = _insert(graph, node, lifted, masks, bool(a["is_causal"]), scale, None, (), None)
         result = new if node.meta["val"].ndim == 4 else _reshape(graph, new, node)
     node.replace_all_uses_with(result)
@@ -281,12 +282,15 @@ def _insert(
     score_inputs: tuple[fx.Node, ...],
     sink: fx.Node | None,
 ) -> fx.Node:
-    masks, selected = selection.split(graph, masks)
+    masks, selected, finite = selection.split(graph, masks)
     node = graph.call_function(
         ops.attention, (*qkv, masks, causal, float(scale), score, score_inputs, sink, selected), name="attention"
     )
     query, value = qkv[0].meta["val"], qkv[2].meta["val"]
-    node.meta = {**like.meta, "val": query.new_empty((*query.shape[:3], value.shape[3]), dtype=like.meta["val"].dtype)}
+    node.meta = {"finite_selection": finite} | {
+        **like.meta,
+        "val": query.new_empty((*query.shape[:3], value.shape[3]), dtype=like.meta["val"].dtype),
+    }
     return node
 
 

@@ -22,7 +22,7 @@ from longstraw.arch.rules import arguments, packet, tensors
 from longstraw.compat import expression
 
 aten = torch.ops.aten
-UNSEEN = -1e4
+UNSEEN = -1e30
 """A mask's value from which on a key counts as not seen."""
 _CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
 _NOT = (aten.logical_not, aten.bitwise_not)
@@ -96,8 +96,9 @@ def _rewrite(module: fx.GraphModule, topk: fx.Node) -> None:
 def _most(k: Any, size: Any) -> int | None:
     """Return how many of `size` entries are taken at most; None when all of them are, or the number is not known."""
     count = expression(k.meta["val"] if isinstance(k, fx.Node) else k)
-    numbers = [x for x in (count.args if count.func.__name__ == "Min" else (count,)) if x.is_Integer]
-    return int(numbers[0]) if len(numbers) == 1 and count != expression(size) else None
+    if count.func.__name__ == "Min" and expression(size) in count.args and len(count.args) == 2:
+        count = next(x for x in count.args if x != expression(size))
+    return int(count) if count.is_Integer else None
 
 
 def _without_masks(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -113,7 +114,7 @@ def _without_masks(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, list[fx.N
                 mask = _emit(graph, scores, aten.logical_not.default, mask)
         elif name is aten.where and _is_unseen(scores.args[2]):
             mask, inside = scores.args[:2]
-        elif name is aten.add and len(operands) == 2 and len([x for x in operands if reaches_product(x)]) == 1:
+        elif _is_sum(scores) and sum(map(reaches_product, operands)) == 1 and all(map(_has_pairs, operands)):
             inside, mask = sorted(operands, key=lambda x: not reaches_product(x))
         else:
             return scores, masks
@@ -127,7 +128,27 @@ def _with_heads(graph: fx.Graph, like: fx.Node, mask: fx.Node) -> fx.Node:
         a = arguments(mask)
         if a["dim"] == 1 and a["self"].meta["val"].ndim == 4 and expression(a["self"].meta["val"].shape[1]) == 1:
             return a["self"]
-    return _emit(graph, like, aten.unsqueeze.default, mask, 1)
+    return _emit(graph, like, aten.unsqueeze.default, _with_rank(graph, mask, 3), 1)
+
+
+def _with_rank(graph: fx.Graph, node: fx.Node, rank: int) -> fx.Node:
+    """Return a value with dims of size 1 put in front of it, as broadcasting does."""
+    while node.meta["val"].ndim < rank:
+        node = _emit(graph, node, aten.unsqueeze.default, node, 0)
+    return node
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Return whether a node adds two tensors as they are."""
+    return packet(node.target) is aten.add and len(tensors(node.args)) == 2 and bool(node.kwargs.get("alpha", 1) == 1)
+
+
+def _has_pairs(node: fx.Node) -> bool:
+    """Return whether the last two dims are the tokens of a row, both."""
+    shape = node.meta["val"].shape
+    return (
+        len(shape) > 1 and expression(shape[-1]) == expression(shape[-2]) and bool(expression(shape[-1]).free_symbols)
+    )
 
 
 def _emit(graph: fx.Graph, like: fx.Node, op: Any, *args: Any) -> fx.Node:
@@ -187,6 +208,7 @@ class _Pairs:
         self.others: list[fx.Node] = []
         self._dims: dict[fx.Node, tuple[int | None, int | None]] = {}
         self._env: dict[fx.Node, fx.Node] = {}
+        self._sources: dict[fx.Node, fx.Node] = {}  # kept key-side value -> its inner node
         self._holders: dict[str, list[fx.Node]] = {"query": [], "key": [], "other": []}
 
     def visit(self, node: fx.Node, query: int | None, key: int | None) -> fx.Node:
@@ -222,20 +244,19 @@ class _Pairs:
                 break
             chain.append(at)
             at, dim = operand, before
-        if at in self._env:
-            return self._env[at]
         rank = at.meta["val"].ndim
-        if rank == 3 and dim == 1:
+        if at not in self._sources and rank == 3 and dim == 1:
             self.keys.append(_emit(self.graph, at, aten.unsqueeze.default, at, 1))
-            self._env[at] = self.inner.call_function(aten.squeeze.dim, (self._holder("key", at), 1))
-        elif rank == 4 and dim == 2:
+            self._sources[at] = self.inner.call_function(aten.squeeze.dim, (self._holder("key", at), 1))
+        elif at not in self._sources and rank == 4 and dim == 2:
             self.keys.append(at)
-            self._env[at] = self._holder("key", at)
-        else:
+            self._sources[at] = self._holder("key", at)
+        elif at not in self._sources:
             raise _NotPairsError
+        env = {at: self._sources[at]}
         for one in reversed(chain):
-            self._env[one] = self.inner.node_copy(one, self._env.__getitem__)
-        return self._env[node]
+            env[one] = self.inner.node_copy(one, env.__getitem__)
+        return env[node]
 
     def _holder(self, kind: str, node: fx.Node) -> fx.Node:
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -311,8 +332,11 @@ def _operand_dims(node: fx.Node, query: int | None, key: int | None) -> list[Dim
 # --- masks that say what was selected ---------------------------------------------------------------------------------
 
 
-def split(graph: fx.Graph, masks: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], fx.Node | None]:
+def split(graph: fx.Graph, masks: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
     """Return an attention's masks without the part that says which keys were selected, and the indices selected.
+
+    The last one says whether keys that were not selected keep a finite score: a query that sees none of those selected
+    would attend to all.
 
     Args:
         graph: where new nodes are inserted, at its insertion point.
@@ -325,8 +349,9 @@ def split(graph: fx.Graph, masks: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, .
         kept += [rest] if rest is not None else []
     chosen = list(dict.fromkeys(x for x in found if x is not Everything))
     if len(chosen) > 1:
-        return masks, None
-    return tuple(kept), chosen[0] if chosen else None
+        return masks, None, False
+    finite = any(mask.meta["val"].is_floating_point() for mask in masks)
+    return tuple(kept), chosen[0] if chosen else None, finite
 
 
 def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | None:
@@ -341,6 +366,11 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
         rest = _take_off(graph, mask.args[0], found)  # type: ignore[arg-type]
         if len(found) == before or rest is None:
             return mask if len(found) == before else None
+        inside = mask.args[0].meta["val"]  # type: ignore[union-attr]
+        rest = _with_rank(graph, rest, inside.ndim)
+        if name in (aten.view, aten.reshape, aten.squeeze) and _sizes(rest.meta["val"]) != _sizes(inside):
+            del found[before:]  # what is left has other sizes than the view was told
+            return mask
         return _emit(graph, mask, mask.target, rest, *mask.args[1:])
     if name is aten.masked_fill and _is_unseen(arguments(mask)["value"]):
         base, condition = mask.args[:2]
@@ -348,7 +378,7 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
         if selected is not None:
             found.append(selected)
             return _take_off(graph, base, found)  # type: ignore[arg-type]
-    if name in (*_AND, aten.add) and len(tensors(mask.args)) == 2 and len(mask.args) == 2:
+    if (name in _AND and len(tensors(mask.args)) == 2) or _is_sum(mask):
         before = len(found)
         parts = [_take_off(graph, x, found) for x in tensors(mask.args)]
         if len(found) == before:
@@ -358,6 +388,10 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
             return left[0] if left else None
         return _emit(graph, mask, mask.target, *left)
     return mask
+
+
+def _sizes(value: torch.Tensor) -> list[Any]:
+    return [expression(size) for size in value.shape]
 
 
 def _selected(node: Any, *, seen: bool) -> Any:

@@ -38,12 +38,14 @@ def make_functional(graph: fx.Graph, *, trained: frozenset[str]) -> None:
 
 def _take_view(graph: fx.Graph, node: fx.Node) -> None:
     """Replace an op that gives its argument another shape in place, such as `unsqueeze_`, by the view itself."""
-    view = getattr(aten, packet(node.target).__name__.rstrip("_"), None)
+    op = getattr(aten, packet(node.target).__name__.rstrip("_"), None)
+    overloads = (node.target._overloadname, "int")  # type: ignore[union-attr]
+    view = next((getattr(op, name) for name in overloads if op is not None and name in op.overloads()), None)
     before = node.args[0]
     if view is None or not isinstance(before, fx.Node):
         raise _error(node, "it has no functional form")
     with graph.inserting_before(node):
-        after = graph.call_function(getattr(view, node.target._overloadname), node.args, node.kwargs)  # type: ignore[union-attr]
+        after = graph.call_function(view, node.args, node.kwargs)
     after.meta = dict(node.meta)
     order = {n: i for i, n in enumerate(graph.nodes)}
     for user in list(before.users):

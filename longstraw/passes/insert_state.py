@@ -127,6 +127,7 @@ class _Builder:
                 heads=int(query.meta["val"].shape[1]),
                 expansion=None if latents is None else latents.expansion,
                 chooser=None if selected is None else self.chosen[selected],
+                finite_selection=bool(node.meta["origin"].meta.get("finite_selection")),
             )
         )
         with self.graph.inserting_before(node):

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from longstraw import ops
-from longstraw.arch.aten import is_pointwise
 from longstraw.arch.rules import arguments, packet, tensors
 from longstraw.layout import Rows, Sizes, Tokens, has
 from longstraw.passes.min_cut import min_cut
@@ -237,7 +236,8 @@ def _is_linear(graph: fx.Graph, state: fx.Node) -> bool:
     """Return whether everything that depends on the state is linear in it."""
     depends = {state}
     for node in graph.nodes:
-        used = [x for x in node.all_input_nodes if x in depends]
+        used = [x for x in tensors((node.args, node.kwargs)) if x in depends]  # twice where it is an operand twice
+        used = used or [x for x in node.all_input_nodes if x in depends]
         if node.op == "output" or not used:
             continue
         name, others = packet(node.target), [x for x in tensors((node.args, node.kwargs)) if x not in depends]
@@ -250,10 +250,13 @@ def _is_linear(graph: fx.Graph, state: fx.Node) -> bool:
         elif name in _CONTRACTIONS or name is aten.mul:
             linear = len(used) == 1
         elif name is aten.div:
-            linear = node.args[0] in depends and len(used) == 1
+            linear = node.args[0] in depends and len(used) == 1 and not node.kwargs
+        elif name in (aten.add, aten.sub):
+            linear = len(used) == len(node.args) == 2
         else:
             linear = name in _LINEAR and all(packet(x.target) in _EMPTY for x in others)
-            linear = linear and not (is_pointwise(node.target) and name in (aten.add, aten.sub) and others)
+        value = node.meta.get("val")
+        linear = linear and not (isinstance(value, torch.Tensor) and not value.is_floating_point())
         if not linear:
             return False
         depends.add(node)

@@ -300,7 +300,10 @@ class _Span:
         for x, grad in zip(built, (grads.key, grads.value), strict=True):
             folded = torch.zeros_like(x, dtype=grad.dtype)
             fold.add_keys_grad(folded, grad)
-            pairs.append((x, folded.to(x.dtype)))
+            if x.requires_grad:  # not where it is built without a gradient
+                pairs.append((x, folded.to(x.dtype)))
+        if not pairs:
+            return
         wanted = [i for i, total in enumerate(build_grads) if total is not None]
         sources = [latents, *(self.build_inputs[i] for i in wanted)]
         found = torch.autograd.grad([x for x, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw.errors import UnsupportedMask
 from longstraw.runtime.attention import KeyRange
 from longstraw.runtime.blocks import Blocks, Verdict
 from longstraw.runtime.merge import accumulate_dtype
@@ -125,6 +126,7 @@ class _Tile:
             return torch.full((self.queries[0].shape[0], self.q1 - self.q0, k), -1, device=self.queries[0].device)
         tied = values[..., -1:] == values[..., -2:-1] if values.shape[2] > k else values[..., :1] > torch.inf
         tied &= values[..., -1:] > UNSEEN
+        tied |= values.isnan().any(-1, keepdim=True)  # the largest of all to `topk`
         found = places.masked_fill(values <= UNSEEN, -1)[..., :k]
         if found.shape[2] < k:
             found = torch.nn.functional.pad(found, (0, k - found.shape[2]), value=-1)
@@ -182,6 +184,22 @@ class SelectedBlocks:
         block = self.blocks.tensor(q0, q1, k0, k1)
         seen = chosen[:, None, :, : k1 - k0]
         return block & seen if block.dtype == torch.bool else block.masked_fill(~seen, -torch.inf)
+
+    def check_some_key(self, lo: int, hi: int, *, where: str) -> None:
+        """Refuse a query that sees none of the keys selected for it, where it would attend to all others then."""
+        for q0 in range(lo, hi, QUERIES):
+            q1 = min(q0 + QUERIES, hi)
+            seen = torch.zeros((), dtype=torch.bool, device=self.selected.device)
+            for k0 in range(0, hi, 4 * QUERIES):
+                block = self.tensor(q0, q1, k0, min(k0 + 4 * QUERIES, hi))
+                seen = seen | (block if block.dtype == torch.bool else block > UNSEEN).any(-1)
+            if not bool(seen.all()):
+                raise UnsupportedMask(
+                    "A token sees none of the keys that were selected for it, and its mask gives unseen keys a finite "
+                    "score: it would attend to all keys, later ones too.",
+                    where=where,
+                    remedy="Select among the keys that the attention's mask lets a token see, or fill masks with -inf.",
+                )
 
 
 # --- attending --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,10 @@ class _Span:
                 return in_latent_space(
                     known.expansion, expand_inputs, query, latent_width, lambda q: gather(q, key, key)
                 )
-            blocks, plans = selection.SelectedBlocks(blocks, selected, self._where.lo), {}
+            under = selection.SelectedBlocks(blocks, selected, self._where.lo)
+            if known.finite_selection and blocks is not self._blocks[len(self._sites) + (known.chooser or 0)]:
+                under.check_some_key(self._where.lo, self._where.hi, where=known.line)
+            blocks, plans = under, {}
         score, expansion = known.score, known.expansion
         attend = functools.partial(
             attention.attend,

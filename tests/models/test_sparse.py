@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +216,80 @@ def test_keys_gathered_by_a_selection_in_the_model_are_refused() -> None:
     torch._dynamo.reset()
     with pytest.raises(LongstrawError):
         assert_same(Gathers("one head"), *inputs())
+
+
+def chosen(places: Tensor) -> Tensor:
+    """The mask of a selection, `[rows, tokens, tokens]`, for 17 tokens."""
+    return torch.zeros(*places.shape[:2], places.shape[1], dtype=torch.bool).scatter(-1, places, True)
+
+
+def below(mask: Tensor, value: float = -1e30) -> Tensor:
+    """A bool mask as numbers that are added."""
+    return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, value)
+
+
+def window(mask: Tensor, width: int) -> Tensor:
+    return mask & ~mask.tril(-width)
+
+
+class Written(Tiny):
+    """Scores and masks as a test writes them: `scores(products, causal)`, `mask(places, causal)`."""
+
+    def __init__(
+        self,
+        scores: Callable[[Tensor, Tensor], Tensor] = lambda s, c: s.masked_fill(~c, float("-inf")),
+        mask: Callable[[Tensor, Tensor], Tensor] = lambda p, c: (chosen(p) & c)[:, None],
+        count: Callable[[int], Any] = lambda size: min(3, size),
+        products: Callable[[Tensor, Tensor], Tensor] = lambda q, k: q.mean(2) @ k.mT,
+    ) -> None:
+        super().__init__()
+        self.scores, self.mask, self.count, self.products = scores, mask, count, products
+        self.index_query, self.index_key = nn.Linear(16, 8).double(), nn.Linear(16, 4).double()
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.query(x), 4), *(self.heads(f(x), 2) for f in (self.key, self.value))
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        size = x.shape[1]
+        causal = torch.ones(size, size, dtype=torch.bool).tril()
+        with torch.no_grad():
+            products = self.products(self.index_query(x).unflatten(-1, (2, 4)), self.index_key(x))
+            places = self.scores(products, causal).topk(self.count(size), -1).indices
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(places, causal))
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "a mask without rows on scores and attention": {},
+    "a mask without rows chosen by where": {"scores": lambda s, c: torch.where(c, s, float("-inf"))},
+    "masks of rows": {"mask": lambda p, c: (chosen(p) & c.expand(p.shape[0], -1, -1))[:, None]},
+    "numbers that are added": {"mask": lambda p, c: (below(chosen(p)) + below(c))[:, None]},
+    "two products with one key": {
+        "products": lambda q, k: q[:, :, 0] @ k.mT + torch.relu(q[:, :, 1] @ k.transpose(1, 2))
+    },
+    "scores of keys with one another": {"products": lambda q, k: k @ k.mT},
+    "a bias of each key": {"products": lambda q, k: q.mean(2) @ k.mT + k[..., :1].mT},
+    "scores that are not numbers": {"products": lambda q, k: (q.mean(2) @ k.mT).sqrt()},
+}
+EXACT_OR_REFUSED: dict[str, dict[str, Any]] = {
+    "half of the keys": {"count": lambda size: min(12, size // 2)},
+    "all but a few keys": {"count": lambda size: min(8, size - 12)},
+    "scores taken from a mask": {"scores": lambda s, c: torch.add(below(c).expand_as(s), s, alpha=-1)},
+    "a part of a mask": {"scores": lambda s, c: torch.add(s, below(c, -10.0), alpha=0.3)},
+    "a part of both masks": {
+        "mask": lambda p, c: torch.add(below(chosen(p)), below(c) - (~c).cumsum(-1), alpha=0.5)[:, None]
+    },
+    "nothing that was selected is seen": {"mask": lambda p, c: (below(chosen(p)) + below(window(c, 2)))[:, None]},
+    "a mask that is not low": {"scores": lambda s, c: (s * 1e6 - 5e6).masked_fill(~c, -1e4)},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_scores_and_masks_that_are_understood(name: str) -> None:
+    torch._dynamo.reset()
+    assert_same(Written(**EXACT[name]), *inputs(prompt=11, response=6))
+
+
+@pytest.mark.parametrize("name", EXACT_OR_REFUSED)
+def test_scores_and_masks_that_are_exact_or_refused(name: str) -> None:
+    torch._dynamo.reset()
+    with contextlib.suppress(LongstrawError):
+        assert_same(Written(**EXACT_OR_REFUSED[name]), *inputs(prompt=11, response=6))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,9 @@ class Latent(Tiny):
 
     latent, shared = 6, 2
 
-    def __init__(self, *, bias: bool = False, curved: bool = False) -> None:
+    def __init__(self, *, bias: bool = False, change: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
         super().__init__()
-        self.curved = curved
+        self.change = change
         self.down_kv = nn.Linear(WIDTH, self.latent + self.shared).double()
         self.build = nn.Linear(self.latent, HEADS * 12, bias=bias).double()
         self.query = nn.Linear(WIDTH, HEADS * 8).double()
@@ -29,7 +31,8 @@ class Latent(Tiny):
         latent, shared = self.down_kv(x).split([self.latent, self.shared], -1)
         built = self.heads(self.build(F.rms_norm(latent, (self.latent,))), HEADS)
         k, v = built.split([6, 6], -1)
-        k = torch.cat([torch.tanh(k) if self.curved else k, shared[:, None].expand(-1, HEADS, -1, -1)], -1)
+        k, v = (k, v) if self.change is None else self.change(k, v)
+        k = torch.cat([k, shared[:, None].expand(-1, HEADS, -1, -1)], -1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -52,11 +55,40 @@ def test_find_latents_keeps_what_keys_and_values_are_built_from() -> None:
     assert sizes == (HEADS, 8, HEADS, 6)
 
 
-@pytest.mark.parametrize("kind", ["bias", "curved"])
+CHANGED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "curved": lambda k, v: (torch.tanh(k), v),
+    "shifted values": lambda k, v: (k, v + 0.5),
+    "shifted keys": lambda k, v: (k - 1.0, v),
+    "squared values": lambda k, v: (k, v * v),
+    "squared keys": lambda k, v: (k * k, v),
+    "rounded": lambda k, v: (k, torch.div(v, 0.1, rounding_mode="floor") * 0.1 + v),
+}
+
+
+@pytest.mark.parametrize("kind", ["bias", *CHANGED])
 def test_find_latents_knows_what_is_not_linear(kind: str) -> None:
-    model = Latent(**{kind: True})
+    model = Latent(bias=True) if kind == "bias" else Latent(change=CHANGED[kind])
+    torch._dynamo.reset()
     expansion = branch(model).sites[0].expansion
     assert expansion is not None and not expansion.linear
+    assert_same(model, *inputs(), span_tokens=1)
+
+
+@pytest.mark.parametrize("absorbed_below", [0, 1 << 40], ids=["built", "absorbed where linear"])
+def test_keys_and_values_without_a_gradient(monkeypatch: pytest.MonkeyPatch, absorbed_below: int) -> None:
+    class Frozen(Latent):
+        def attend(self, x: Tensor) -> Tensor:
+            q = self.heads(self.query(x) + self.down_kv(x).repeat(1, 1, HEADS), HEADS)
+            with torch.no_grad():
+                latent, shared = self.down_kv(x).split([self.latent, self.shared], -1)
+                k, v = self.heads(self.build(latent), HEADS).split([6, 6], -1)
+                k = torch.cat([k, shared[:, None].expand(-1, HEADS, -1, -1)], -1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    monkeypatch.setattr(Expansion, "absorbed_below", lambda self, heads, width: absorbed_below if self.linear else 0)
+    torch._dynamo.reset()
+    model = Frozen()
+    model.build.requires_grad_(False)
     assert_same(model, *inputs(), span_tokens=3)
 
 
