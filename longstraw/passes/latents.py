@@ -97,7 +97,9 @@ def find_latents(
     whole = sum(sizes.bytes_per_token(n.meta["val"]) for n in {key, value})
     kept = sum(sizes.bytes_per_token(n.meta["val"]) for n in cut)
     forms = [_form(n) for n in cut]
-    if kept * _SMALL_PART > whole or None in forms or len({n.meta["val"].dtype for n in cut}) != 1:
+    if kept * _SMALL_PART > whole or None in forms:
+        return None
+    if len({(n.meta["val"].dtype, n.meta["layout"][0]) for n in cut}) != 1:  # they can't be put side by side
         return None
     return _build(graph, key, value, cut, [form or "" for form in forms], depth, root)
 
