@@ -1,6 +1,6 @@
 """Recognises the selection of keys by their scores, and attention that is masked to what was selected.
 
-Sparse attention (DeepSeek Sparse Attention, DeepSeek-V3.2-Exp 2025) scores every pair of a query and an earlier key
+Sparse attention with an indexer (arXiv 2512.02556) scores every pair of a query and an earlier key
 with a small indexer, takes the k best keys of each query, and attends to those. As models write it: scores
 `[rows, tokens, tokens]`, `topk`, the indices scattered into a mask, masked attention. Here the scores become a function
 of per-token values, evaluated block by block, in one `longstraw.ops.select` node; and attention takes its indices.

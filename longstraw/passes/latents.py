@@ -1,6 +1,6 @@
 """The latents of an attention: a narrower per-token state that its keys and values are built from.
 
-Used by insert_state. Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) projects hidden states down to a few
+Used by insert_state. Multi-head latent attention (arXiv 2405.04434) projects hidden states down to a few
 hundred numbers per token and builds the keys and values of all heads from them. The cheapest cut between the hidden
 states and the two operands, at most one contraction before them, finds those numbers in any model; it is taken where
 they are a small part of keys and values, for they are built again whenever a span attends.
