@@ -185,3 +185,20 @@ def test_functions_are_traced_as_others_for_our_backends_only() -> None:
         assert float(compiled(torch.ones(()))) == expected
         assert float(compiled(torch.ones(()))) == expected, "guards hold after the compilation"
     assert Holder.method is method and float(doubled(torch.ones(()))) == 2.0
+
+
+def test_views_share_memory_and_copies_do_not() -> None:
+    x = torch.ones(4, 3)
+    assert compat.memory(x.t()[1:]) == compat.memory(x) != compat.memory(x.clone())
+
+
+def test_inference_mode_and_data_are_known_in_a_graph() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            y = x * 2
+        return x.data + y
+
+    (gm,) = graphs(step, torch.ones(3))
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    for known in (compat.enter_inference_mode, compat.exit_inference_mode, compat.read_data):
+        assert known in targets
