@@ -103,6 +103,12 @@ def numbers_per_token(layout: Layout) -> int:
     return count
 
 
+def bytes_per_token(layout: Layout, value: Any) -> int:
+    """Return how many bytes a (fake) tensor has per row and token; 0 when it doesn't run over tokens."""
+    runs = any(has(dim, Tokens) for dim in layout)
+    return numbers_per_token(layout) * int(value.element_size()) if runs else 0
+
+
 class Sizes:
     """Compares sizes that contain shape symbols.
 
@@ -167,7 +173,7 @@ class Sizes:
         return size[0] == size[1]
 
     def width(self, value: Any) -> int:
-        """Return how many numbers a value has per row and token: the product of its plain dims."""
+        """Return how many numbers a value has per row and token, judged by its sizes: the product of its plain dims."""
         count = 1
         sizes = [expression(size) for size in value.shape]
         if self.is_static(self.rows) and sizes[:1] == [self.rows[0]] and any(size.free_symbols for size in sizes):
@@ -176,10 +182,6 @@ class Sizes:
             if not expr.free_symbols:
                 count *= int(expr)
         return count
-
-    def bytes_per_token(self, value: Any) -> int:
-        """Return how many bytes a value has per row and token."""
-        return int(self.width(value) * value.element_size())
 
     def locate(self, size: Probe, *, first: bool = False) -> Dim | None:
         """Return what a dim of this size runs over, judged by size alone; None when the size says nothing.

@@ -105,7 +105,7 @@ class Located:
 
     def mixes(self, node: fx.Node) -> bool:
         """Return whether a node reads other tokens."""
-        return node.target is ops.attention or node in self.scans
+        return node.target in (ops.attention, ops.select) or node in self.scans
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,18 @@ from longstraw.compat import expression, hint
 from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Tokens, has
 
 aten = torch.ops.aten
+REARRANGES = (
+    aten.reshape,
+    aten.expand,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.transpose,
+    aten.permute,
+    aten.slice,
+    aten.repeat,
+    aten.repeat_interleave,
+)
+"""Ops of a carved graph that only rearrange, repeat and leave out numbers."""
 
 
 def pointwise(r: Reader, node: fx.Node) -> Layout:

@@ -19,7 +19,7 @@ from longstraw import ops
 from longstraw.arch.rules import arguments, op_name, packet
 from longstraw.compat import expression
 from longstraw.errors import UnsupportedOp, user_line
-from longstraw.layout import Counts, Dim, Factor, Layout, Rows, Shuffled, Tokens, find_dim, has
+from longstraw.layout import Counts, Dim, Factor, Layout, Rows, Shuffled, Tokens, bytes_per_token, find_dim, has
 from longstraw.stages import Carved, Located, SegmentInputs, TokenInput
 
 aten = torch.ops.aten
@@ -38,6 +38,26 @@ def carve(step: Located, *, outputs: Sequence[fx.Node], stops: Sequence[fx.Node]
         stops: region nodes that the graph takes as inputs, in this order, after all others.
     """
     return _Carver(step, stops).run(outputs)
+
+
+def dims(node: fx.Node) -> tuple[Dim, ...]:
+    """Return what the dims of a carved graph's node run over, of all its outputs."""
+    layout = node.meta.get("layout") or ()
+    several = isinstance(node.meta.get("val"), (tuple, list))
+    return tuple(dim for one in layout for dim in one) if several else tuple(layout)
+
+
+def runs_over_tokens(node: fx.Node) -> bool:
+    """Return whether a carved graph's node has values for every token."""
+    return any(has(dim, Tokens) for dim in dims(node))
+
+
+def computed_bytes(node: fx.Node) -> int:
+    """Return how many bytes per row and token a carved graph's op computes, as one tensor; 0 for other nodes."""
+    value, layout = node.meta.get("val"), node.meta.get("layout")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not layout:
+        return 0
+    return bytes_per_token(layout, value)
 
 
 class _Carver:

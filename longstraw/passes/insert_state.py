@@ -22,11 +22,12 @@ from torch.fx.node import map_arg
 
 from longstraw import ops
 from longstraw.arch import masks as mask_rules
+from longstraw.arch.aten import REARRANGES
 from longstraw.arch.rules import packet
 from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
-from longstraw.layout import Tokens, has, numbers_per_token
+from longstraw.passes.carve import computed_bytes
 from longstraw.passes.latents import Latents, find_latents
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import (
@@ -44,17 +45,6 @@ from longstraw.stages import (
 )
 
 aten = torch.ops.aten
-_REARRANGES = (
-    aten.reshape,
-    aten.expand,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.transpose,
-    aten.permute,
-    aten.slice,
-    aten.repeat,
-    aten.repeat_interleave,
-)
 
 
 def insert_state(step: Partitioned) -> WithState:
@@ -231,13 +221,13 @@ class _Builder:
 
     def _latents(self, key: fx.Node, value: fx.Node) -> Latents | None:
         if (key, value) not in self.latents:
-            self.latents[key, value] = find_latents(self.graph, key, value, root=self.module, sizes=self.step.sizes)
+            self.latents[key, value] = find_latents(self.graph, key, value, root=self.module, step=self.step)
         return self.latents[key, value]
 
     def _before_repetition(self, operand: fx.Node) -> fx.Node:
         """Return the cheapest value `[rows, heads / g, tokens, width]` whose heads the operand repeats g times each."""
         chain = [operand]
-        while chain[-1].op == "call_function" and packet(chain[-1].target) in _REARRANGES:
+        while chain[-1].op == "call_function" and packet(chain[-1].target) in REARRANGES:
             chain.append(chain[-1].args[0])  # type: ignore[arg-type]
         if len(chain) == 1:
             return operand
@@ -298,7 +288,7 @@ class _Builder:
             tuple(self.choosers),
             tuple(self.programs[mask] for mask in dict.fromkeys(self.same.values())),
             tuple(_finite(mask) for mask in dict.fromkeys(self.same.values())),
-            _bytes_per_token(relay),
+            sum(map(computed_bytes, relay.graph.nodes)),
         )
 
     def _graph(self, outputs: tuple[fx.Node, ...]) -> fx.GraphModule:
@@ -331,17 +321,3 @@ def _module(node: fx.Node) -> str:
 
 def _placeholders(module: fx.GraphModule, prefix: str) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith(prefix)]
-
-
-def _bytes_per_token(module: fx.GraphModule) -> int:
-    """Return about how many bytes per token the autograd graph of a span keeps."""
-    values = [
-        (node.meta["val"], node.meta["layout"])
-        for node in module.graph.nodes
-        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and node.meta.get("layout")
-    ]
-    return sum(
-        numbers_per_token(layout) * value.element_size()
-        for value, layout in values
-        if any(has(dim, Tokens) for dim in layout)
-    )

@@ -8,46 +8,39 @@ they are a small part of keys and values, for they are built again whenever a sp
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from longstraw import ops
+from longstraw.arch.aten import REARRANGES
 from longstraw.arch.rules import arguments, packet, tensors
-from longstraw.layout import Rows, Sizes, Tokens, has
+from longstraw.layout import Rows, Tokens, bytes_per_token
+from longstraw.passes.carve import runs_over_tokens
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
-from longstraw.stages import Expansion
+from longstraw.stages import Expansion, Located
 
 aten = torch.ops.aten
 _SMALL_PART = 3
 """Keys and values must have at least this many times the bytes of the latents."""
+_NEVER = 1 << 40
 _CONTRACTIONS = (aten.linear, aten.matmul, aten.bmm, aten.mm, aten.einsum)
 _LINEAR = (
-    aten.reshape,
+    *REARRANGES,
     aten.view,
-    aten.expand,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.transpose,
-    aten.permute,
-    aten.slice,
     aten.select,
     aten.split,
     aten.split_with_sizes,
     aten.chunk,
+    operator.getitem,
     aten.cat,
-    aten.repeat,
-    aten.repeat_interleave,
     aten.slice_scatter,
     aten.to,
     aten.neg,
-    aten.add,
-    aten.sub,
     aten.clone,
     aten.contiguous,
 )
@@ -71,71 +64,65 @@ class Latents:
 
 
 def find_latents(
-    graph: fx.Graph, key: fx.Node, value: fx.Node, *, root: torch.nn.Module, sizes: Sizes
+    graph: fx.Graph, key: fx.Node, value: fx.Node, *, root: torch.nn.Module, step: Located
 ) -> Latents | None:
     """Return the latents of an attention, inserted into the graph before its operands, or None.
 
     Args:
-        graph: a segment's graph whose nodes carry layouts.
+        graph: a segment's graph whose nodes carry layouts and the nodes of the step that they come from.
         key, value: the attention's operands `[rows, heads, tokens, width]`.
         root: holds the graph's constants.
-        sizes: of the step.
+        step: says which ops read other tokens, or count them.
     """
-    depth = _depths(key, value)
-    region = [node for node in graph.nodes if node in depth]
+    near = _near(key, value, step)
+    region = [node for node in graph.nodes if node in near]
     if not any(packet(node.target) in _CONTRACTIONS for node in region):
         return None
     cut = min_cut(
         region,
         users=lambda n: n.users,
-        is_source=lambda n: _counts(n) or any(x not in depth and _over_tokens(x) for x in n.all_input_nodes),
+        is_source=lambda n: any(x not in near and _is_far(x, step) for x in n.all_input_nodes),
         is_sink=lambda n: False,
         is_end=lambda n: n in (key, value),
-        cost=lambda n: sizes.bytes_per_token(n.meta["val"]) if isinstance(n.meta["val"], torch.Tensor) else 1 << 40,
+        cost=_bytes,
         near_sink=True,
     )
-    whole = sum(sizes.bytes_per_token(n.meta["val"]) for n in {key, value})
-    kept = sum(sizes.bytes_per_token(n.meta["val"]) for n in cut)
     forms = [_form(n) for n in cut]
-    if kept * _SMALL_PART > whole or None in forms:
+    if sum(map(_bytes, cut)) * _SMALL_PART > sum(map(_bytes, {key, value})) or None in forms:
         return None
-    if len({(n.meta["val"].dtype, n.meta["layout"][0]) for n in cut}) != 1:  # they can't be put side by side
+    if len({n.meta["layout"][0] for n in cut}) != 1:  # they can't be put side by side
         return None
-    return _build(graph, key, value, cut, [form or "" for form in forms], depth, root)
+    return _build(graph, key, value, cut, [form or "" for form in forms], root)
 
 
-def _over_tokens(node: fx.Node) -> bool:
-    return any(has(dim, Tokens) for dim in _dims(node))
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return bytes_per_token(node.meta["layout"], value) if isinstance(value, torch.Tensor) else _NEVER
 
 
-def _counts(node: fx.Node) -> bool:
-    """Return whether a value depends on where its tokens stand: it can't be built again for others."""
-    return packet(node.target) in (aten.arange, aten.cumsum, aten.rand, aten.rand_like)
+def _is_fixed(node: fx.Node, step: Located) -> bool:
+    """Return whether a value can't be built again for other tokens: it reads others, or says where a token stands."""
+    origin = node.meta.get("origin")
+    return node.op != "call_function" or (origin is not None and (step.mixes(origin) or origin in step.local))
 
 
-def _dims(node: fx.Node) -> Iterable[Any]:
-    layout = node.meta.get("layout") or ()
-    several = isinstance(node.meta.get("val"), (tuple, list))
-    return [dim for one in layout for dim in one] if several else layout
+def _is_far(node: fx.Node, step: Located) -> bool:
+    """Return whether a value that is not near has numbers of tokens."""
+    return runs_over_tokens(node) or (node.op == "call_function" and _is_fixed(node, step))
 
 
-def _depths(key: fx.Node, value: fx.Node) -> dict[fx.Node, int]:
-    """Return the per-token values before the operands, with the most contractions between: none or one."""
-    depth: dict[fx.Node, int] = {}
+def _near(key: fx.Node, value: fx.Node, step: Located) -> set[fx.Node]:
+    """Return the per-token values from which at most one contraction leads to the operands."""
+    contractions: dict[fx.Node, int] = {}
     stack = [(key, 0), (value, 0)]
     while stack:
-        node, contractions = stack.pop()
-        mixes = (
-            node.op != "call_function"
-            or node.target in (ops.attention, ops.attend, ops.select, ops.choose)
-            or not _over_tokens(node)
-        )
-        if mixes or contractions > 1 or depth.get(node, -1) >= contractions:
+        node, count = stack.pop()
+        known = contractions.get(node, -1) >= count
+        if known or count > 1 or _is_fixed(node, step) or not runs_over_tokens(node):
             continue
-        depth[node] = contractions
-        more = contractions + (packet(node.target) in _CONTRACTIONS)
-        stack.extend((x, more) for x in node.all_input_nodes)
-    return depth
+        contractions[node] = count
+        stack.extend((x, count + (packet(node.target) in _CONTRACTIONS)) for x in node.all_input_nodes)
+    return set(contractions)
 
 
 def _form(node: fx.Node) -> str | None:
@@ -152,20 +139,12 @@ def _form(node: fx.Node) -> str | None:
 
 
 def _build(
-    graph: fx.Graph,
-    key: fx.Node,
-    value: fx.Node,
-    cut: list[fx.Node],
-    forms: list[str],
-    depth: dict[fx.Node, int],
-    root: torch.nn.Module,
+    graph: fx.Graph, key: fx.Node, value: fx.Node, cut: list[fx.Node], forms: list[str], root: torch.nn.Module
 ) -> Latents:
     latents = _joined(graph, cut, forms)
     inner = fx.Graph()
-    rows, tokens = inner.placeholder("rows"), inner.placeholder("tokens")
-    env: dict[fx.Node, fx.Node] = {
-        n: {"rows": rows, "tokens": tokens}[n.name] for n in graph.nodes if n.name in ("rows", "tokens")
-    }
+    named = {name: inner.placeholder(name) for name in ("rows", "tokens")}
+    env: dict[fx.Node, fx.Node] = {n: named[n.name] for n in graph.nodes if n.name in named}
     inputs: list[fx.Node] = []
     behind = _behind(key, value, set(cut))
     outside = [x for node in graph.nodes if node in behind for x in node.all_input_nodes if x not in behind]
@@ -178,6 +157,8 @@ def _build(
     for node, form in zip(cut, forms, strict=True):
         width = int(node.meta["val"].shape[-1])
         piece = inner.call_function(aten.slice.Tensor, (state, 3, at, at + width)) if len(cut) > 1 else state
+        if node.meta["val"].dtype != latents.meta["val"].dtype:
+            piece = inner.call_function(aten.to.dtype, (piece, node.meta["val"].dtype))
         env[node] = inner.call_function(aten.squeeze.dim, (piece, 1)) if form == "three" else piece
         at += width
     for node in graph.nodes:
@@ -197,10 +178,8 @@ def _behind(key: fx.Node, value: fx.Node, cut: set[fx.Node]) -> set[fx.Node]:
     stack = [key, value]
     while stack:
         node = stack.pop()
-        computed = node.op == "call_function" and (
-            _over_tokens(node) or not isinstance(node.meta.get("val"), torch.Tensor)
-        )
-        if node in found or node in cut or not computed:
+        made = runs_over_tokens(node) or not isinstance(node.meta.get("val"), torch.Tensor)
+        if node in found or node in cut or node.op != "call_function" or not made:
             continue
         found.add(node)
         stack.extend(node.all_input_nodes)
@@ -208,58 +187,59 @@ def _behind(key: fx.Node, value: fx.Node, cut: set[fx.Node]) -> set[fx.Node]:
 
 
 def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str]) -> fx.Node:
-    """Insert the latents, side by side, after the last of the values that they consist of."""
+    """Insert the latents, side by side, after the last of the values that they consist of, in the widest dtype."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     at = max(cut, key=order.__getitem__)
-    parts = []
+    dtype = functools.reduce(torch.promote_types, (node.meta["val"].dtype for node in cut))
+    parts: list[fx.Node] = []
+
+    def insert(op: Any, *args: Any, like: fx.Node, layout: Any) -> fx.Node:
+        nonlocal at
+        with graph.inserting_after(at):
+            at = graph.call_function(op, args)
+        at.meta = {**like.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"])), "layout": layout}
+        return at
+
     for node, form in zip(cut, forms, strict=True):
+        layout = node.meta["layout"]
         if form == "three":
-            with graph.inserting_after(at):
-                at = graph.call_function(aten.unsqueeze.default, (node, 1))
-            layout = node.meta["layout"]
-            at.meta = {**node.meta, "val": node.meta["val"].unsqueeze(1), "layout": (layout[0], (), *layout[1:])}
-            node = at
+            layout = (layout[0], (), *layout[1:])
+            node = insert(aten.unsqueeze.default, node, 1, like=node, layout=layout)
+        if node.meta["val"].dtype != dtype:
+            node = insert(aten.to.dtype, node, dtype, like=node, layout=layout)
         parts.append(node)
     if len(parts) == 1:
         return parts[0]
-    with graph.inserting_after(at):
-        joined = graph.call_function(aten.cat.default, (parts, -1), name="latents")
     width = sum(int(part.meta["val"].shape[-1]) for part in parts)
-    layout = parts[0].meta["layout"]
-    joined.meta = {
-        **parts[0].meta,
-        "val": torch.cat([part.meta["val"] for part in parts], -1),
-        "layout": (*layout[:-1], ((width, width),)),
-    }
-    return joined
+    layout = (*parts[0].meta["layout"][:-1], ((width, width),))
+    return insert(aten.cat.default, parts, -1, like=parts[0], layout=layout)
 
 
 def _is_linear(graph: fx.Graph, state: fx.Node) -> bool:
     """Return whether everything that depends on the state is linear in it."""
     depends = {state}
     for node in graph.nodes:
-        used = [x for x in tensors((node.args, node.kwargs)) if x in depends]  # twice where it is an operand twice
-        used = used or [x for x in node.all_input_nodes if x in depends]
-        if node.op == "output" or not used:
+        if node.op == "output" or not depends.intersection(node.all_input_nodes) or packet(node.target) in _EMPTY:
             continue
-        name, others = packet(node.target), [x for x in tensors((node.args, node.kwargs)) if x not in depends]
-        if name in _EMPTY:
-            continue
-        if node.target is operator.getitem or name is operator.getitem:
-            linear = True
-        elif name is aten.linear:
-            linear = node.args[0] in depends and len(used) == 1 and arguments(node)["bias"] is None
-        elif name in _CONTRACTIONS or name is aten.mul:
-            linear = len(used) == 1
-        elif name is aten.div:
-            linear = node.args[0] in depends and len(used) == 1 and not node.kwargs
-        elif name in (aten.add, aten.sub):
-            linear = len(used) == len(node.args) == 2
-        else:
-            linear = name in _LINEAR and all(packet(x.target) in _EMPTY for x in others)
         value = node.meta.get("val")
-        linear = linear and not (isinstance(value, torch.Tensor) and not value.is_floating_point())
-        if not linear:
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return False
+        if not _keeps_linear(node, depends):
             return False
         depends.add(node)
     return True
+
+
+def _keeps_linear(node: fx.Node, depends: set[fx.Node]) -> bool:
+    """Return whether an op's result is linear where those of its operands in `depends` are."""
+    name, operands = packet(node.target), tensors((node.args, node.kwargs))  # twice where it is an operand twice
+    used = [x for x in operands if x in depends]
+    if name is aten.linear:
+        return node.args[0] in depends and len(used) == 1 and arguments(node)["bias"] is None
+    if name in _CONTRACTIONS or name is aten.mul:
+        return len(used) == 1
+    if name is aten.div:
+        return node.args[0] in depends and len(used) == 1 and not node.kwargs
+    if name in (aten.add, aten.sub):
+        return len(used) == len(node.args) == 2
+    return name in _LINEAR and all(x in depends or packet(x.target) in _EMPTY for x in operands)

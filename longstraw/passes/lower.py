@@ -6,23 +6,23 @@ all rows and tokens, and what runs each segment graph. The widest token-wise par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from longstraw.layout import Sizes
+from longstraw.layout import bytes_per_token
 from longstraw.passes.partition import extract
 from longstraw.passes.tile import tile_wide_parts
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Lowered, Runs, Stateful, WithState
 
 
-def _tiled(branch: Stateful, sizes: Sizes) -> Stateful:
+def _tiled(branch: Stateful, layouts: Mapping[fx.Node, Any]) -> Stateful:
     """Return a branch with the widest parts of its graphs as tiled calls."""
-    hidden = min((sizes.bytes_per_token(node.meta["val"]) for node in branch.segment.frontier), default=0)
+    hidden = min((bytes_per_token(layouts[node], node.meta["val"]) for node in branch.segment.frontier), default=0)
     capture, score, relay = (
         tile_wide_parts(copy_graph(module), hidden) for module in (branch.capture, branch.score, branch.relay)
     )
@@ -32,7 +32,7 @@ def _tiled(branch: Stateful, sizes: Sizes) -> Stateful:
 def lower(step: WithState) -> Lowered:
     """Return the step ready to run."""
     located = step.partitioned.step
-    step = replace(step, branches=tuple(_tiled(branch, located.sizes) for branch in step.branches))
+    step = replace(step, branches=tuple(_tiled(branch, located.layouts) for branch in step.branches))
     light: dict[fx.Node, None] = {}
     for branch in step.branches:
         graphs = [branch.segment.body, *(head.graph for head in branch.segment.heads)]

@@ -18,8 +18,8 @@ from torch.fx.node import map_arg
 from longstraw import compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import WideResult, user_line
-from longstraw.layout import Sizes, is_dispatched, numbers_per_token, window
-from longstraw.passes.carve import carve
+from longstraw.layout import bytes_per_token, is_dispatched, window
+from longstraw.passes.carve import carve, computed_bytes
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Head, Located, Partitioned, Segment
@@ -114,7 +114,7 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
         assert seen is not None
         graph = carve(step, outputs=[results[i] for i in members], stops=stops)
         restore_autocast(graph.module)
-        heads.append(Head(graph, seen, tuple(members), _head_bytes(graph.module, step.sizes)))
+        heads.append(Head(graph, seen, tuple(members), sum(map(computed_bytes, graph.module.graph.nodes))))
     return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results)
 
 
@@ -147,7 +147,7 @@ def _find_frontier(
     after = [n for n in step.module.graph.nodes if n in wanted and n not in body and _is_tensor(n)]
     if not after:
         return tuple(n for n in branch if n in wanted and any(u in results or u in wanted for u in n.users))[-1:]
-    widest = max(after, key=lambda n: (step.sizes.bytes_per_token(n.meta["val"]), -after.index(n)))
+    widest = max(after, key=lambda n: (bytes_per_token(step.layouts[n], n.meta["val"]), -after.index(n)))
     cut = set(
         min_cut(
             [
@@ -180,18 +180,11 @@ def _cost(node: fx.Node, layout: Any) -> int:
     """Return the bytes per token of a value at which a head may start; entries in the order of experts are no place."""
     if not _is_tensor(node) or layout is None or is_dispatched(layout):
         return 1 << 40
-    return numbers_per_token(layout) * int(node.meta["val"].element_size())
+    return bytes_per_token(layout, node.meta["val"])
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _head_bytes(module: fx.GraphModule, sizes: Sizes) -> int:
-    """Return the bytes per token of all values of a head: what its autograd graph may keep."""
-    return sum(
-        sizes.bytes_per_token(n.meta["val"]) for n in module.graph.nodes if n.op == "call_function" and _is_tensor(n)
-    )
 
 
 def extract(module: fx.GraphModule, *, outputs: Any, stops: Sequence[fx.Node]) -> fx.GraphModule:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
 from longstraw import ops
-from longstraw.layout import Tokens, has, is_dispatched, numbers_per_token
+from longstraw.layout import Tokens, has, is_dispatched
+from longstraw.passes.carve import computed_bytes, dims, runs_over_tokens
 
 aten = torch.ops.aten
 _WIDE = 2
@@ -36,17 +36,9 @@ def tile_wide_parts(module: fx.GraphModule, hidden_bytes: int) -> fx.GraphModule
     return module
 
 
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not node.meta.get("layout"):
-        return 0
-    runs = any(has(dim, Tokens) for dim in node.meta["layout"])
-    return numbers_per_token(node.meta["layout"]) * value.element_size() if runs else 0
-
-
 def _parts(graph: fx.Graph, limit: int) -> Iterator[list[fx.Node]]:
     """Yield sets of nodes, in graph order, that can run on tiles: wide values, and the narrow ones that read them."""
-    wide = {node for node in graph.nodes if _bytes(node) > limit}
+    wide = {node for node in graph.nodes if computed_bytes(node) > limit}
     counted, taken = _counted(graph), set[fx.Node]()
     done: set[fx.Node] = set()
     for first in graph.nodes:
@@ -74,20 +66,14 @@ def _parts(graph: fx.Graph, limit: int) -> Iterator[list[fx.Node]]:
             yield [node for node in graph.nodes if node in absorbed]
 
 
-def _dims(node: fx.Node) -> list[Any]:
-    layout = node.meta.get("layout") or ()
-    several = isinstance(node.meta.get("val"), (tuple, list))
-    return [dim for one in layout for dim in one] if several else list(layout)
-
-
 def _is_dispatched(node: fx.Node) -> bool:
     """Return whether a value is in the order of experts, or counts entries in that order."""
-    return node.op == "call_function" and is_dispatched(tuple(_dims(node)))
+    return node.op == "call_function" and is_dispatched(dims(node))
 
 
 def _is_merged(node: fx.Node) -> bool:
     """Return whether a value has rows and tokens in one dim: it can't be cut by tokens."""
-    return node.op == "call_function" and any(has(dim, Tokens) and len(dim) > 1 for dim in _dims(node))
+    return node.op == "call_function" and any(has(dim, Tokens) and len(dim) > 1 for dim in dims(node))
 
 
 def _absorb(part: set[fx.Node], counted: set[fx.Node]) -> set[fx.Node] | None:
@@ -102,13 +88,9 @@ def _absorb(part: set[fx.Node], counted: set[fx.Node]) -> set[fx.Node] | None:
                 part.add(x)
                 stack.append(x)
     inputs = {x for node in part for x in node.all_input_nodes if x not in part}
-    whole = any(_runs_over_tokens(x) and _token_dim(x) is None for x in inputs)
+    whole = any(runs_over_tokens(x) and _token_dim(x) is None for x in inputs)
     mixes = any(node.target in (ops.attend, ops.choose) or node.meta.get("autocast") for node in part)
     return None if whole or mixes else part
-
-
-def _runs_over_tokens(node: fx.Node) -> bool:
-    return any(has(dim, Tokens) for dim in _dims(node))
 
 
 def _counted(graph: fx.Graph) -> set[fx.Node]:
@@ -116,7 +98,7 @@ def _counted(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         read = [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
-        if node.op == "call_function" and _runs_over_tokens(node) and all(x in found for x in read):
+        if node.op == "call_function" and runs_over_tokens(node) and all(x in found for x in read):
             found.add(node)
     return found
 
@@ -159,9 +141,9 @@ def _replace(module: fx.GraphModule, part: list[fx.Node], number: int) -> None:
         call = graph.call_function(ops.tiled, ())
     with graph.inserting_before(call):
         function = graph.get_attr(name)
-    dims = tuple(_token_dim(x) for x in inputs)
-    size = sum(_bytes(node) for node in part)
-    call.args = (function, size, counts["rows"], counts["tokens"], dims, _token_dim(leaving), *inputs)
+    token_dims = tuple(_token_dim(x) for x in inputs)
+    size = sum(computed_bytes(node) for node in part)
+    call.args = (function, size, counts["rows"], counts["tokens"], token_dims, _token_dim(leaving), *inputs)
     call.meta = dict(leaving.meta)
     leaving.replace_all_uses_with(call, delete_user_cb=lambda user: user not in members)
     for node in reversed(part):

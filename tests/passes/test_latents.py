@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longstraw.stages import Expansion, Stateful
-from tests.small import HEADS, WIDTH, Tiny, assert_same, inputs, records, step
+from tests.small import HEADS, WIDTH, Tiny, assert_same, gradients, inputs, records, step
 
 
 class Latent(Tiny):
@@ -109,6 +109,57 @@ def test_find_latents_never_cuts_before_positions() -> None:
 
     assert branch(Turned()).sites[0].expansion is None
     assert_same(Turned(), *inputs(), span_tokens=3)
+
+
+class Mixing(Latent):
+    """Keys that read other tokens after they were built."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.conv = nn.Conv1d(HEADS * 6, HEADS * 6, 3, groups=HEADS * 6).double()
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = self.heads(self.query(x), HEADS)
+        built = self.build(self.down_kv(x)[..., :6])
+        k, v = built.split(HEADS * 6, -1)
+        if self.kind == "convolution":
+            k = self.conv(F.pad(k.mT, (2, 0))).mT
+        else:
+            k = k.cumsum(1) / 8
+        k, v = self.heads(k, HEADS), self.heads(v, HEADS)
+        return F.scaled_dot_product_attention(F.pad(q, (0, -2)), k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["convolution", "running sum"])
+def test_find_latents_never_cuts_before_an_op_that_reads_other_tokens(kind: str) -> None:
+    model = Mixing(kind)
+    assert branch(model).sites[0].expansion is None
+    torch._dynamo.reset()
+    assert_same(model, *inputs(prompt=11, response=6), span_tokens=3)
+
+
+def test_latents_in_two_dtypes_are_kept_in_the_wider_one() -> None:
+    class Narrow(Latent):
+        """A norm in single precision, as models have it, on the way from the hidden state."""
+
+        def attend(self, x: Tensor) -> Tensor:
+            q = self.heads(self.query(x), HEADS)
+            latent, shared = self.down_kv(x).split([self.latent, self.shared], -1)
+            normed = F.rms_norm(latent.float(), (self.latent,)).double()
+            k, v = self.heads(self.build(normed), HEADS).split([6, 6], -1)
+            k = torch.cat([k, shared[:, None].expand(-1, HEADS, -1, -1)], -1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    (slot,) = branch(Narrow()).slots
+    assert slot.width == 8 and slot.dtype == torch.float64
+    torch._dynamo.reset()
+    model = Narrow()
+    expected, eager = gradients(step, model, *inputs())
+    loss, ours = gradients(torch.compile(step, backend="longstraw", options={"span_tokens": 3}), model, *inputs())
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-12)
+    for name, grad in eager.items():  # gradients are rounded to single precision on the way
+        torch.testing.assert_close(ours[name], grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("absorbed_below", [0, 10, 1 << 40], ids=["built", "by count", "absorbed"])

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -252,6 +253,26 @@ def test_reference_kernel_equals_dense_softmax(pattern, small_tiles, reference_k
 def test_attend_with_grouped_heads_and_widths(pattern, rows, heads, key_heads, value_heads, value_width):
     shape = {"heads": heads, "key_heads": key_heads, "value_heads": value_heads, "value_width": value_width}
     assert_equal_to_dense(problem(rows=rows, ranges=((13, 1), (6, rows)), pattern=pattern, **shape))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_attend_to_numbers_that_lie_apart(pattern, which):
+    """As of a convolution over tokens, whose tokens lie side by side: library kernels read the last dim as if it did."""
+    p = problem(pattern=pattern)
+    transposed = getattr(p, which).mT.contiguous().mT
+    assert transposed.stride(-1) != 1
+    assert_equal_to_dense(dataclasses.replace(p, **{which: transposed}))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_attend_to_numbers_that_lie_apart(pattern, which):
+    """As of a convolution over tokens, whose tokens lie side by side: library kernels read the last dim as if it did."""
+    p = problem(pattern=pattern)
+    transposed = getattr(p, which).mT.contiguous().mT
+    assert transposed.stride(-1) != 1
+    assert_equal_to_dense(dataclasses.replace(p, **{which: transposed}))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -219,8 +219,9 @@ class FlashCUDA(Flash):
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
-    """`x` with zeros appended to its last dim."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    """`x` with zeros appended to its last dim, whose numbers lie side by side: the kernels take that for granted."""
+    x = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flash_cuda_takes(dtype: torch.dtype, width: int, biased: bool) -> bool:
