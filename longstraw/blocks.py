@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 __all__ = [
+    "UNSEEN",
     "BlockProgram",
     "Call",
     "Count",
@@ -31,6 +32,10 @@ __all__ = [
     "Step",
     "Triangle",
 ]
+
+
+UNSEEN = -1e30
+"""A bias of at most this, finite or not, is meant as minus infinity: the key is not seen."""
 
 
 class Side(enum.Enum):

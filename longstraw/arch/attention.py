@@ -19,7 +19,8 @@ from torch import fx
 from longstraw import ops
 from longstraw.arch import selection
 from longstraw.arch.aten import is_pointwise
-from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.arch.constants import filled_with
+from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
 
@@ -146,36 +147,22 @@ def _step_up(
         found.masks.append(others[0])
     elif name is aten.masked_fill and not found.steps:
         a = arguments(node)
-        found.masks.append(_as_mask(module, node, a["mask"], a["value"], keep_where=False))
+        found.masks.append(_as_mask(node, a["mask"], a["value"], keep_where=False))
     elif name is aten.where and not found.steps and node.args[1] is scores:
-        found.masks.append(_as_mask(module, node, node.args[0], node.args[2], keep_where=True))
+        found.masks.append(_as_mask(node, node.args[0], node.args[2], keep_where=True))
     else:
         found.steps.append(node)
     return scores
 
 
-def _as_mask(module: fx.GraphModule, node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
+def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
     """Insert the bool mask (True = seen) that a fill with a hugely negative value stands for."""
-    number = value
-    while isinstance(value, fx.Node) and packet(value.target) in (*_CASTS, *_SHAPES, aten.detach):
-        value = value.args[0]
-    if isinstance(value, fx.Node):
-        number = (
-            value.args[0] if value.args and packet(value.target) in (aten.scalar_tensor, aten.lift_fresh_copy) else None
-        )
-        if packet(value.target) in (aten.full, aten.full_like):
-            number = value.args[1]
-        if isinstance(number, fx.Node):
-            number = None
-        if value.op == "get_attr":
-            number = float(getattr(module, str(value.target)))
+    number = filled_with(value)
     if number is None or not number <= -1e4:
         raise _not_attention(node, "it fills scores with a value that is not hugely negative")
-    graph = node.graph
-    with graph.inserting_before(node):
-        op = aten.alias.default if keep_where else aten.logical_not.default
-        seen = graph.call_function(op, (condition,))
-    seen.meta = {**node.meta, "val": condition.meta["val"], "finite": True}
+    with node.graph.inserting_before(node):
+        seen = emit(node.graph, node, aten.alias.default if keep_where else aten.logical_not.default, condition)
+    seen.meta["finite"] = True
     return seen
 
 
@@ -300,9 +287,7 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
         rank = node.meta["val"].ndim
         if {d % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:
             return node.args[0]  # type: ignore[return-value]
-    new = graph.call_function(aten.transpose.int, (node, -1, -2))
-    new.meta = {**node.meta, "val": node.meta["val"].transpose(-1, -2)}
-    return new
+    return emit(graph, node, aten.transpose.int, node, -1, -2)
 
 
 def _batch_of(node: fx.Node) -> tuple[Any, ...] | None:

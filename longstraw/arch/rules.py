@@ -70,6 +70,13 @@ def tensors(value: Any) -> list[fx.Node]:
     return found
 
 
+def emit(graph: fx.Graph, like: fx.Node, op: Any, *args: Any) -> fx.Node:
+    """Insert an op at the graph's insertion point: with the fake value of its result, and `like`'s line and modes."""
+    node = graph.call_function(op, args)
+    node.meta = {**like.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"]))}
+    return node
+
+
 class Reader:
     """What a layout rule sees: operands' layouts, sizes, and the ways to refuse.
 

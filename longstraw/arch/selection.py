@@ -14,23 +14,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from longstraw import ops
 from longstraw.arch.aten import is_pointwise
-from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.arch.constants import filled_with
+from longstraw.arch.rules import arguments, emit, packet, tensors
+from longstraw.blocks import UNSEEN
 from longstraw.compat import expression
 
 aten = torch.ops.aten
-UNSEEN = -1e30
-"""A mask's value from which on a key counts as not seen."""
 _CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
 _NOT = (aten.logical_not, aten.bitwise_not)
 _AND = (aten.logical_and, aten.bitwise_and)
 _VIEWS = (aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.expand, *_CASTS)
-_FILLED = {aten.ones: 1, aten.ones_like: 1, aten.new_ones: 1, aten.zeros: 0, aten.zeros_like: 0, aten.new_zeros: 0}
-_FULL = {aten.full: 1, aten.full_like: 1, aten.new_full: 2}
-"""Ops that fill a tensor with the argument at this place."""
 
 Everything = object()
 """Stands for a selection of all keys."""
@@ -111,7 +107,7 @@ def _without_masks(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, list[fx.N
             if packet(mask.target) in _NOT:  # type: ignore[union-attr]
                 mask = mask.args[0]  # type: ignore[union-attr]
             else:
-                mask = _emit(graph, scores, aten.logical_not.default, mask)
+                mask = emit(graph, scores, aten.logical_not.default, mask)
         elif name is aten.where and _is_unseen(scores.args[2]):
             mask, inside = scores.args[:2]
         elif _is_sum(scores) and sum(map(reaches_product, operands)) == 1 and all(map(_has_pairs, operands)):
@@ -128,13 +124,13 @@ def _with_heads(graph: fx.Graph, like: fx.Node, mask: fx.Node) -> fx.Node:
         a = arguments(mask)
         if a["dim"] == 1 and a["self"].meta["val"].ndim == 4 and expression(a["self"].meta["val"].shape[1]) == 1:
             return a["self"]
-    return _emit(graph, like, aten.unsqueeze.default, _with_rank(graph, mask, 3), 1)
+    return emit(graph, like, aten.unsqueeze.default, _with_rank(graph, mask, 3), 1)
 
 
 def _with_rank(graph: fx.Graph, node: fx.Node, rank: int) -> fx.Node:
     """Return a value with dims of size 1 put in front of it, as broadcasting does."""
     while node.meta["val"].ndim < rank:
-        node = _emit(graph, node, aten.unsqueeze.default, node, 0)
+        node = emit(graph, node, aten.unsqueeze.default, node, 0)
     return node
 
 
@@ -149,12 +145,6 @@ def _has_pairs(node: fx.Node) -> bool:
     return (
         len(shape) > 1 and expression(shape[-1]) == expression(shape[-2]) and bool(expression(shape[-1]).free_symbols)
     )
-
-
-def _emit(graph: fx.Graph, like: fx.Node, op: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(op, args)
-    node.meta = {**like.meta, "val": op(*map_arg(args, lambda n: n.meta["val"]))}
-    return node
 
 
 def reaches_product(node: fx.Node) -> bool:
@@ -173,22 +163,8 @@ def reaches_product(node: fx.Node) -> bool:
 
 def _is_unseen(value: Any) -> bool:
     """Return whether a value that scores or masks are filled with means "not seen"."""
-    while isinstance(value, fx.Node) and packet(value.target) in (*_VIEWS, aten.detach, aten.lift_fresh_copy):
-        value = value.args[0]
-    if isinstance(value, fx.Node):
-        value = _constant(value)
-    return isinstance(value, (int, float)) and value <= UNSEEN
-
-
-def _constant(node: fx.Node) -> Any:
-    """Return the number that a tensor is filled with, or None."""
-    name = packet(node.target)
-    if name in _FILLED:
-        return _FILLED[name]
-    found = node.args[_FULL[name]] if name in _FULL else node.args[0] if name is aten.scalar_tensor else None
-    if node.op == "get_attr" and "val" in node.meta and node.meta["val"].ndim == 0:
-        found = getattr(node.graph.owning_module, str(node.target)).item()
-    return None if isinstance(found, fx.Node) else found
+    number = filled_with(value)
+    return number is not None and number <= UNSEEN
 
 
 # --- scores as a function of pairs ------------------------------------------------------------------------------------
@@ -246,7 +222,7 @@ class _Pairs:
             at, dim = operand, before
         rank = at.meta["val"].ndim
         if at not in self._sources and rank == 3 and dim == 1:
-            self.keys.append(_emit(self.graph, at, aten.unsqueeze.default, at, 1))
+            self.keys.append(emit(self.graph, at, aten.unsqueeze.default, at, 1))
             self._sources[at] = self.inner.call_function(aten.squeeze.dim, (self._holder("key", at), 1))
         elif at not in self._sources and rank == 4 and dim == 2:
             self.keys.append(at)
@@ -371,7 +347,7 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
         if name in (aten.view, aten.reshape, aten.squeeze) and _sizes(rest.meta["val"]) != _sizes(inside):
             del found[before:]  # what is left has other sizes than the view was told
             return mask
-        return _emit(graph, mask, mask.target, rest, *mask.args[1:])
+        return emit(graph, mask, mask.target, rest, *mask.args[1:])
     if name is aten.masked_fill and _is_unseen(arguments(mask)["value"]):
         base, condition = mask.args[:2]
         selected = _selected(condition, seen=False)
@@ -386,7 +362,7 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
         left = [part for part in parts if part is not None]
         if len(left) < 2:
             return left[0] if left else None
-        return _emit(graph, mask, mask.target, *left)
+        return emit(graph, mask, mask.target, *left)
     return mask
 
 
@@ -402,7 +378,7 @@ def _selected(node: Any, *, seen: bool) -> Any:
     if not isinstance(node, fx.Node) or packet(node.target) is not aten.scatter:
         return None
     a = arguments(node)
-    base, value = _constant(a["self"]), a.get("value")
+    base, value = filled_with(a["self"]), a.get("value")
     rank = node.meta["val"].ndim
     if value is None or base is None or a["dim"] % rank != rank - 1:
         return None

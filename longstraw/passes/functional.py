@@ -16,7 +16,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from longstraw import compat
-from longstraw.arch.rules import arguments, op_name, packet, tensors
+from longstraw.arch.constants import is_new
+from longstraw.arch.rules import arguments, emit, op_name, packet, tensors
 from longstraw.errors import UnsupportedOp, user_line
 
 aten = torch.ops.aten
@@ -173,7 +174,8 @@ class _Writes:
         elif source is not None and self._is_identical(node, source):
             learns = source in self.learns
         else:
-            learns = grad and packet(node.target) is not aten.detach and any(x in self.learns for x in operands)
+            cut = packet(node.target) is aten.detach or is_new(node)
+            learns = grad and not cut and any(x in self.learns for x in operands)
         if learns:
             self.learns.add(node)
 
@@ -189,8 +191,7 @@ class _Writes:
         if alias is None or not alias.is_write or not isinstance(written, fx.Node):
             raise _error(node, "it writes to something else than its first argument")
         self._check_root(node, written)
-        learned = written in self.learns
-        if not grad and learned:
+        if not grad and written in self.learns:
             raise _error(node, "it changes, without autograd seeing it, a value that gradients flow through")
         with self.graph.inserting_before(node):
             new = _functional_form(self.graph, node, self._current)
@@ -208,6 +209,8 @@ class _Writes:
             for view in live:
                 self._check_history(node, view, written, chain)
                 self._updated(node, view, chain, fresh)
+            if written in self.learns:
+                self.learns.update(live)
         self.now.update(fresh)
 
     def _chain(self, written: fx.Node) -> dict[fx.Node, fx.Node]:
@@ -247,8 +250,6 @@ class _Writes:
         crossed += path[: path.index(at)]
         if any(packet(x.target) is aten.detach for x in crossed):
             raise _error(node, "it changes, through detach, a value that gradients flow through")
-        if written in self.learns:
-            self.learns.add(view)
 
     def _updated(
         self, node: fx.Node, view: fx.Node, chain: Mapping[fx.Node, fx.Node], fresh: dict[fx.Node, fx.Node]
@@ -368,8 +369,7 @@ def _functional_form(graph: fx.Graph, node: fx.Node, current: Callable[[fx.Node]
     if name == "zero_":
         return graph.call_function(aten.zeros_like.default, (args[0],))
     if name == "copy_" or (name == "fill_" and isinstance(args[1], fx.Node)):
-        source = node.args[1].meta["val"]  # type: ignore[union-attr]
-        value = _cast(graph, node, args[1], source, written.dtype)  # type: ignore[arg-type]
+        value = _cast(graph, node, args[1], written.dtype)  # type: ignore[arg-type]
         return graph.call_function(aten.expand_as.default, (value, args[0]))
     if name == "fill_":
         return graph.call_function(aten.full_like.default, (args[0], args[1]))
@@ -379,17 +379,14 @@ def _functional_form(graph: fx.Graph, node: fx.Node, current: Callable[[fx.Node]
         raise _error(node, "it has no functional form")
     new = graph.call_function(overload, args, kwargs)
     fakes = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    result = overload(*fakes[0], **fakes[1])
-    new.meta = {**node.meta, "val": result}
-    return _cast(graph, node, new, result, written.dtype)
+    new.meta = {**node.meta, "val": overload(*fakes[0], **fakes[1])}
+    return _cast(graph, node, new, written.dtype)
 
 
-def _cast(graph: fx.Graph, node: fx.Node, value: fx.Node, fake: torch.Tensor, dtype: torch.dtype) -> fx.Node:
-    if fake.dtype == dtype:
+def _cast(graph: fx.Graph, node: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if value.meta["val"].dtype == dtype:
         return value
-    cast = graph.call_function(aten.to.dtype, (value, dtype))
-    cast.meta = {**node.meta, "val": fake.to(dtype)}
-    return cast
+    return emit(graph, node, aten.to.dtype, value, dtype)
 
 
 def _error(node: fx.Node, why: str) -> UnsupportedOp:

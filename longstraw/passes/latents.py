@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from longstraw.arch.aten import REARRANGES
-from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.layout import Rows, Tokens, bytes_per_token
 from longstraw.passes.carve import runs_over_tokens
 from longstraw.passes.min_cut import min_cut
@@ -153,13 +153,13 @@ def _build(
             env[x] = inner.placeholder(f"input_{len(inputs)}")
             inputs.append(x)
     state = inner.placeholder("latents")
+    state.meta = {"val": latents.meta["val"]}
     at = 0
     for node, form in zip(cut, forms, strict=True):
-        width = int(node.meta["val"].shape[-1])
-        piece = inner.call_function(aten.slice.Tensor, (state, 3, at, at + width)) if len(cut) > 1 else state
-        if node.meta["val"].dtype != latents.meta["val"].dtype:
-            piece = inner.call_function(aten.to.dtype, (piece, node.meta["val"].dtype))
-        env[node] = inner.call_function(aten.squeeze.dim, (piece, 1)) if form == "three" else piece
+        width, dtype = int(node.meta["val"].shape[-1]), node.meta["val"].dtype
+        piece = emit(inner, latents, aten.slice.Tensor, state, 3, at, at + width) if len(cut) > 1 else state
+        piece = emit(inner, latents, aten.to.dtype, piece, dtype) if piece.meta["val"].dtype != dtype else piece
+        env[node] = emit(inner, latents, aten.squeeze.dim, piece, 1) if form == "three" else piece
         at += width
     for node in graph.nodes:
         if node in behind or (node.op == "get_attr" and node in outside):
@@ -196,8 +196,8 @@ def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str]) -> fx.Node:
     def insert(op: Any, *args: Any, like: fx.Node, layout: Any) -> fx.Node:
         nonlocal at
         with graph.inserting_after(at):
-            at = graph.call_function(op, args)
-        at.meta = {**like.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"])), "layout": layout}
+            at = emit(graph, like, op, *args)
+        at.meta["layout"] = layout
         return at
 
     for node, form in zip(cut, forms, strict=True):

@@ -11,6 +11,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx
 
 from longstraw.arch import attention as attention_rule
 from longstraw.arch import selection
-from longstraw.arch.rules import arguments, packet, tensors
+from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
@@ -194,40 +195,32 @@ def _decompose_losses(graph: fx.Graph) -> None:
         if a["weight"] is not None or a.get("label_smoothing"):
             continue
         with graph.inserting_before(node):
-            new = _Emit(graph, node).negative_log_likelihood(
-                a["self"], a["target"], int(a["reduction"]), int(a["ignore_index"]), name is aten.cross_entropy_loss
+            new = _negative_log_likelihood(
+                node,
+                a["self"],
+                a["target"],
+                reduction=int(a["reduction"]),
+                ignored=int(a["ignore_index"]),
+                logits=name is aten.cross_entropy_loss,
             )
         new.meta = {**node.meta}
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
 
-class _Emit:
-    """Inserts nodes and computes their fake values."""
-
-    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
-        self.graph, self.like = graph, like
-
-    def __call__(self, op: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(op, args)
-        values = fx.node.map_arg(args, lambda n: n.meta["val"])
-        node.meta = {**self.like.meta, "val": op(*values)}
-        return node
-
-    def negative_log_likelihood(
-        self, x: fx.Node, target: fx.Node, reduction: int, ignored: int, logits: bool
-    ) -> fx.Node:
-        dim = 1 if x.meta["val"].ndim > 1 else 0
-        logp = self(aten.log_softmax.int, x, dim) if logits else x
-        valid = self(aten.ne.Scalar, target, ignored)
-        zero = self(aten.zeros_like.default, target)
-        safe = self(aten.where.self, valid, target, zero)
-        picked = self(aten.gather.default, logp, dim, self(aten.unsqueeze.default, safe, dim))
-        loss = self(aten.neg.default, self(aten.squeeze.dim, picked, dim))
-        nothing = self(aten.zeros_like.default, loss)
-        loss = self(aten.where.self, valid, loss, nothing)
-        if reduction in (_MEAN, _SUM):
-            loss = self(aten.sum.default, loss)
-        if reduction == _MEAN:
-            loss = self(aten.div.Tensor, loss, self(aten.sum.default, valid))
-        return loss
+def _negative_log_likelihood(
+    like: fx.Node, x: fx.Node, target: fx.Node, *, reduction: int, ignored: int, logits: bool
+) -> fx.Node:
+    call = functools.partial(emit, like.graph, like)
+    dim = 1 if x.meta["val"].ndim > 1 else 0
+    logp = call(aten.log_softmax.int, x, dim) if logits else x
+    valid = call(aten.ne.Scalar, target, ignored)
+    safe = call(aten.where.self, valid, target, call(aten.zeros_like.default, target))
+    picked = call(aten.gather.default, logp, dim, call(aten.unsqueeze.default, safe, dim))
+    loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
+    loss = call(aten.where.self, valid, loss, call(aten.zeros_like.default, loss))
+    if reduction in (_MEAN, _SUM):
+        loss = call(aten.sum.default, loss)
+    if reduction == _MEAN:
+        loss = call(aten.div.Tensor, loss, call(aten.sum.default, valid))
+    return loss

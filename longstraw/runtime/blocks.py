@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from longstraw.blocks import (
+    UNSEEN,
     BlockProgram,
     Call,
     Count,
@@ -51,7 +52,6 @@ _VERDICTS_KEPT = 1 << 16
 _BOUNDS_KEPT = 1 << 16
 _TENSORS_KEPT = 8
 _LARGEST_KEPT = 1 << 22  # elements
-_FLOOR = -1e30  # a finite bias below this is meant as minus infinity
 
 _MISSING: Any = object()
 _T = TypeVar("_T")
@@ -310,7 +310,7 @@ class BoundBlocks:
             return "all" if low else "mixed" if high else "none"
         if low == high == 0:
             return "all"
-        floor = max(_FLOOR, torch.finfo(self.dtype).min) if self.dtype.is_floating_point else float("-inf")
+        floor = max(UNSEEN, torch.finfo(self.dtype).min) if self.dtype.is_floating_point else float("-inf")
         unseen = high <= floor if self._unseen_floor else high == float("-inf")
         return "none" if unseen else "mixed"
 

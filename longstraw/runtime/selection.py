@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw.blocks import UNSEEN
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime.attention import KeyRange
 from longstraw.runtime.blocks import Blocks, Verdict
@@ -24,7 +25,6 @@ from longstraw.stages import Chooser
 TILE_BYTES = 32 << 20
 """What a tile of scores, and the keys that a tile of queries selected, may take."""
 QUERIES = 256  # of a tile of scores
-UNSEEN = -1e30  # a masked score is at most this
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from longstraw.blocks import UNSEEN
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.leaves import Rows
@@ -79,7 +80,7 @@ class Visibility:
                 continue
             for k in range(hi, stop, _CHECKED_KEYS):
                 block = blocks.tensor(lo, hi, k, min(k + _CHECKED_KEYS, stop))
-                seen = block if block.dtype == torch.bool else block > -1e30
+                seen = block if block.dtype == torch.bool else block > UNSEEN
                 if bool(seen.any()):
                     raise UnsupportedMask(
                         "Attention lets a token see later tokens: the model is not causal.",
@@ -92,7 +93,7 @@ class Visibility:
         seen: Tensor | None = None
         for k in range(hi, 0, -_CHECKED_KEYS):
             block = blocks.tensor(lo, hi, max(0, k - _CHECKED_KEYS), k)
-            found = (block if block.dtype == torch.bool else block > -1e30).any(-1)
+            found = (block if block.dtype == torch.bool else block > UNSEEN).any(-1)
             seen = found if seen is None else seen | found
             if bool(seen.all()):
                 return

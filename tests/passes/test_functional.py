@@ -114,6 +114,22 @@ def test_make_functional_in_the_objective(name: str) -> None:
     assert_same(Tiny(), *inputs(), function=weighted)
 
 
+def test_writes_to_a_new_tensor_under_no_grad() -> None:
+    """Its sizes are those of a value that learns, its numbers are not."""
+
+    class Buffer(Tiny):
+        def hidden(self, ids: Tensor) -> Tensor:
+            x = super().hidden(ids)
+            factors = torch.zeros_like(x)
+            with torch.no_grad():
+                factors[..., :4] = x[..., :4] * 2
+                factors.mul_(3)
+            return x * factors
+
+    torch._dynamo.reset()
+    assert_same(Buffer(), *inputs())
+
+
 def test_a_write_in_a_narrower_dtype_stays_in_it() -> None:
     class Narrow(Tiny):
         def hidden(self, ids: Tensor) -> Tensor:

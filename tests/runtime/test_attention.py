@@ -258,17 +258,7 @@ def test_attend_with_grouped_heads_and_widths(pattern, rows, heads, key_heads, v
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_attend_to_numbers_that_lie_apart(pattern, which):
-    """As of a convolution over tokens, whose tokens lie side by side: library kernels read the last dim as if it did."""
-    p = problem(pattern=pattern)
-    transposed = getattr(p, which).mT.contiguous().mT
-    assert transposed.stride(-1) != 1
-    assert_equal_to_dense(dataclasses.replace(p, **{which: transposed}))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_attend_to_numbers_that_lie_apart(pattern, which):
-    """As of a convolution over tokens, whose tokens lie side by side: library kernels read the last dim as if it did."""
+    """As after a convolution over tokens: library kernels read the last dim as if its numbers lay side by side."""
     p = problem(pattern=pattern)
     transposed = getattr(p, which).mT.contiguous().mT
     assert transposed.stride(-1) != 1
