@@ -30,7 +30,7 @@ from longstraw.passes.partition import partition
 from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import hidden_inputs, may_have_model, returns_hidden, trace
 from longstraw.render import render
-from longstraw.runtime.transaction import run_step
+from longstraw.runtime.step import run_step
 from longstraw.selfcheck import checked_at_first_call
 from longstraw.stages import Lowered
 

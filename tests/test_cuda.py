@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longstraw.scans import delta_rule
-from longstraw.scans.library_kernels import library_kernel
+from longstraw.scans.fused_kernels import fused_kernel
 from tests.equality import assert_equal, compare
 from tests.models import zoo
 from tests.steps import STEPS
@@ -57,7 +57,7 @@ def test_bfloat16_is_as_close_to_float64_as_eager(name: str) -> None:
 
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("rule", ["delta", "linear"])
-def test_library_kernel_agrees_with_the_reference(rule: str, by_channel: bool) -> None:
+def test_fused_kernel_agrees_with_the_reference(rule: str, by_channel: bool) -> None:
     torch.manual_seed(0)
     rows, tokens, heads, width = 2, 130, 4, 64
     q, k, v = (torch.randn(rows, tokens, heads, width, device="cuda") for _ in range(3))
@@ -69,7 +69,7 @@ def test_library_kernel_agrees_with_the_reference(rule: str, by_channel: bool) -
     state = torch.randn(rows, heads, width, width, device="cuda")
     half = [x.bfloat16() for x in inputs]
     half[3] = g
-    if library_kernel(half[2], g, half[4] if rule == "delta" else None) is None:
+    if fused_kernel(half[2], g, half[4] if rule == "delta" else None) is None:
         pytest.skip("flash-linear-attention is not installed")
     run = delta_rule.gated_delta_rule if rule == "delta" else delta_rule.linear_attention
 

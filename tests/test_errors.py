@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
 
 from longstraw import errors
-from longstraw.runtime import spans
+from longstraw.runtime import mixing
 from longstraw.runtime.state import Store
 from tests.models import zoo
 from tests.steps import STEPS, response_logp
@@ -404,7 +404,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind(monkeypatch: pytest.Monkey
     before = [parameter.grad.clone() for parameter in model.parameters()]
     assert not live_stores()
 
-    attend, calls = spans.attention.attend, 0
+    attend, calls = mixing.attention.attend, 0
 
     def break_down(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal calls
@@ -416,7 +416,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind(monkeypatch: pytest.Monkey
     def fail() -> None:
         loss = None if when == "forward" else step(model, **inputs)
         with monkeypatch.context() as patch:
-            patch.setattr(spans.attention, "attend", break_down)
+            patch.setattr(mixing.attention, "attend", break_down)
             if loss is None:
                 loss = step(model, **inputs)
             loss.backward()

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import backend, explain
-from longstraw.runtime import attention, selection, spans, transaction
+from longstraw.runtime import attention, mixing, selection, transaction
 from tests.models import zoo
 from tests.steps import STEPS
 
@@ -110,7 +110,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
     live: Live, monkeypatch: pytest.MonkeyPatch, gather_cost: float
 ) -> None:
-    monkeypatch.setattr(spans, "GATHER_COST", gather_cost)
+    monkeypatch.setattr(mixing, "GATHER_COST", gather_cost)
     model = zoo.build("glm_moe_dsa", index_topk=16, indexer_types=["full", "shared"])
     config = model.config
     latents = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
@@ -124,7 +124,7 @@ def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
 @pytest.mark.parametrize("tiled", [True, False])
 def test_logits_of_a_span_are_never_alive(live: Live, monkeypatch: pytest.MonkeyPatch, tiled: bool) -> None:
     vocab, span = 4096, 3 * WIDTH  # more than twice the weights of the head
-    monkeypatch.setattr(transaction, "_TILE_BYTES", 1 << 20 if tiled else 1 << 40)
+    monkeypatch.setattr(transaction, "TILE_BYTES", 1 << 20 if tiled else 1 << 40)
     model = zoo.build("llama", vocab_size=vocab)
     peak(live, compiled(span_tokens=span), model, STEP.inputs(model, prompt=8, response=span, group=1))
     assert (live.largest < span // 2 * vocab * 8) == tiled

@@ -61,7 +61,7 @@ class Scan:
     def target(self) -> Any:
         """The library op that stands for the function in graphs."""
         name = re.sub(r"\W", "", f"{self.function.__name__.strip('_')}_{next(_numbers)}")
-        return opaque.library_op(name, self.step, output=self.output, state=self.state)
+        return opaque.scan_op(name, self.step, output=self.output, state=self.state)
 
     def layout(self, reader: Reader, node: fx.Node) -> Any:
         """Its layout rule."""

@@ -6,7 +6,7 @@ Out: the span's attention output. Its backward returns gradients of the span's o
      ranges straight into the accumulators, so that autograd never holds a graph across spans.
 
 Steps:
-1. `_plan` cuts queries x keys into parts: unseen ones are dropped, wholly seen ones are long, and only those
+1. `key_parts.cut` cuts queries x keys into parts: unseen ones are dropped, wholly seen ones are long, and only those
    that mix seen and unseen pairs (or carry a bias) are short and get a mask.
 2. Forward runs each part with a library kernel and merges the outputs by log-sum-exp.
 3. Backward runs each part's backward with the *merged* output and log-sum-exp, which is all that it needs to know of
@@ -19,9 +19,8 @@ are never repeated. Temporaries are bounded by the tile sizes below.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, overload
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -29,41 +28,14 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.runtime.kernels.attention_parts import PartKernel, Rescore, Tile, TileGrads, pick_kernel
 from longstraw.runtime.kernels.fold import Fold
+from longstraw.runtime.key_parts import CUT, Blocks, KeyPart, KeyRange, Plans, QueryTile, cut
 from longstraw.runtime.merge import accumulate_dtype, merge_into, merge_sink_into
 
 KEY_TILE = 4096  # keys of a part without a mask
-QUERY_TILE = 2048  # queries of a part
-MASK_TILE = 512  # keys of a part with a mask or with all its scores in memory; queries too, unless causal
 BUILT_BYTES = 64 << 20  # what keys and values that are built from latents may take at once
-CUT = 128  # mixed runs of keys no longer than this are not cut further
 
 ScoreFunction = Callable[..., Tensor]
 """`score(raw, q0, q1, k0, k1, *score_inputs)`: differentiable, of the scaled products [rows, heads, q, k]."""
-
-
-@dataclass(frozen=True)
-class KeyRange:
-    """Keys and values of a run of consecutive tokens captured before the span.
-
-    The gradients are accumulators of the same layout, of any dtype at least as wide; None: no gradient wanted.
-    With one row the range is shared by all rows.
-    """
-
-    start: int
-    key: Tensor  # [rows or 1, key_heads, n, key_width]
-    value: Tensor  # [rows or 1, value_heads, n, value_width]
-    key_grad: Tensor | None
-    value_grad: Tensor | None
-
-
-class Blocks(Protocol):
-    """What may be seen, and with what bias, as a function of absolute token coordinates; bound to the rows that run."""
-
-    def verdict(self, q0: int, q1: int, k0: int, k1: int) -> str:
-        """ "all": every pair is seen with zero bias; "none": no pair is seen; "mixed": anything else."""
-
-    def tensor(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
-        """[rows|1, heads|1, q1-q0, k1-k0], bool (True = seen) or float (added to the scores)."""
 
 
 def attend(
@@ -79,7 +51,7 @@ def attend(
     score_inputs: tuple[Tensor, ...] = (),
     sink: Tensor | None = None,
     key_tile: int = KEY_TILE,
-    plans: dict[Any, Any] | None = None,
+    plans: Plans | None = None,
     build: Build | None = None,
 ) -> Tensor:
     """Softmax attention of the span over `earlier` and itself: [rows, heads, C, value_width] in query's dtype.
@@ -139,94 +111,26 @@ class _Call(NamedTuple):
     scale: float
     score: ScoreFunction | None
     key_tile: int
-    plans: dict[Any, Any]
+    plans: Plans
     build: Build | None = None
 
-
-class _Part(NamedTuple):
-    """Keys k0..k1 (absolute) of one source; kind is "all", "mixed" or "causal"."""
-
-    source: int  # index into the earlier ranges, or -1: the span's own keys
-    k0: int
-    k1: int
-    kind: str
-
-
-class _QueryTile(NamedTuple):
-    q0: int
-    q1: int
-    parts: tuple[_Part, ...]
+    def plan(self, tokens: int, *, builds_scores: bool) -> tuple[QueryTile, ...]:
+        """Return how the span's queries and the keys they see are cut, remembered for the next layer."""
+        sources = tuple((part.start, part.start + part.key.shape[2]) for part in self.earlier)
+        key = (id(self.blocks), self.start, tokens, sources, builds_scores, self.key_tile)
+        if key not in self.plans:
+            self.plans[key] = cut(
+                self.blocks, self.start, tokens, sources, key_tile=self.key_tile, builds_scores=builds_scores
+            )
+        return self.plans[key]
 
 
-def _plan(call: _Call, tokens: int, *, builds_scores: bool) -> tuple[_QueryTile, ...]:
-    """Return how the span's queries and the keys they see are cut, remembered for the next layer."""
-    sources = tuple((part.start, part.key.shape[2]) for part in call.earlier)
-    key = (id(call.blocks), call.start, tokens, sources, builds_scores, call.key_tile)
-    if key not in call.plans:
-        call.plans[key] = tuple(_cut(call, tokens, builds_scores=builds_scores))
-    found: tuple[_QueryTile, ...] = call.plans[key]
-    return found
+class _Keys(NamedTuple):
+    """A part's keys and values, and the latents that they were built from."""
 
-
-def _cut(call: _Call, tokens: int, *, builds_scores: bool) -> Iterator[_QueryTile]:
-    """Cut the span's queries into tiles, and the keys that each tile sees into parts."""
-    start, end = call.start, call.start + tokens
-    sources = [(i, part.start, part.start + part.key.shape[2]) for i, part in enumerate(call.earlier)]
-    tile = MASK_TILE if builds_scores else QUERY_TILE
-    key_tile = min(call.key_tile, MASK_TILE) if builds_scores else call.key_tile
-
-    def parts(q0: int, q1: int, spans: list[tuple[int, int, int]]) -> Iterator[_Part]:
-        for source, k0, k1 in spans:
-            for kind, a, b in _runs(call.blocks, q0, q1, k0, k1):
-                step = key_tile if kind == "all" else min(key_tile, MASK_TILE)
-                for c in range(a, b, step):
-                    yield _Part(source, c, min(c + step, b), kind)
-
-    for q0 in range(start, end, tile):
-        q1 = min(q0 + tile, end)
-        if not builds_scores and _is_causal(call.blocks, q0, q1):
-            spans = [*sources, (-1, start, q0), (-1, q1, end)]
-            yield _QueryTile(q0, q1, (*parts(q0, q1, spans), _Part(-1, q0, q1, "causal")))
-            continue
-        for p0 in range(q0, q1, MASK_TILE):
-            p1 = min(p0 + MASK_TILE, q1)
-            yield _QueryTile(p0, p1, tuple(parts(p0, p1, [*sources, (-1, start, end)])))
-
-
-def _is_causal(blocks: Blocks, q0: int, q1: int) -> bool:
-    """Whether tokens q0..q1 see one another by the lower triangle, without bias; looked at in small squares."""
-    if blocks.verdict(q0, q1, q0, q1) != "mixed":
-        return False
-    spans = [(a, min(a + MASK_TILE, q1)) for a in range(q0, q1, MASK_TILE)]
-    squares = sorted(((q, k) for q in spans for k in spans), key=lambda square: square[0] != square[1])
-    return all(_is_causal_square(blocks, *q, *k) for q, k in squares)
-
-
-def _is_causal_square(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> bool:
-    verdict = blocks.verdict(q0, q1, k0, k1)
-    if q0 != k0 and verdict != "mixed":
-        return verdict == ("all" if k0 < q0 else "none")
-    if blocks.tensor(q0, q0 + 1, k0, k0 + 1).dtype != torch.bool:
-        return False
-    seen = blocks.tensor(q0, q1, k0, k1)
-    return bool((seen == torch.ones_like(seen[0, 0]).tril(q0 - k0)).all())
-
-
-def _runs(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> list[tuple[str, int, int]]:
-    """The longest runs of keys with one verdict, "none" left out; cut points are multiples of CUT."""
-    runs: list[tuple[str, int, int]] = []
-    todo = [(k0, k1)] if k0 < k1 else []
-    while todo:
-        a, b = todo.pop()
-        kind = blocks.verdict(q0, q1, a, b)
-        middle = (a + b + CUT) // (2 * CUT) * CUT
-        if kind == "mixed" and b - a > CUT and a < middle < b:
-            todo += [(middle, b), (a, middle)]
-        elif kind != "none":
-            if runs and runs[-1][0] == kind and runs[-1][2] == a:
-                a = runs.pop()[1]
-            runs.append((kind, a, b))
-    return runs
+    key: Tensor
+    value: Tensor
+    latents: Tensor | None = None
 
 
 class _Span:
@@ -247,33 +151,31 @@ class _Span:
         heads = (key.shape[1], value.shape[1]) if build is None else (build.key_heads, build.value_heads)
         widths = (key.shape[-1], value.shape[-1]) if build is None else (build.key_width, build.value_width)
         self.unit_heads, self.width, self.value_width = math.lcm(*heads), max(widths), widths[1]
-        self.built: tuple[Tensor, Tensor, Tensor] | None = None
-        self.differentiate = False
 
     def kernel(self, *, biased: bool = False) -> PartKernel:
         width = self.width
         rescored = self.call.score is not None
         return pick_kernel(self.query.device, self.query.dtype, width, biased=biased, rescored=rescored)
 
-    def keys(self, part: _Part) -> tuple[Tensor, Tensor]:
-        """The part's keys and values."""
+    def keys(self, part: KeyPart, *, differentiable: bool) -> _Keys:
+        """Return the part's keys and values, built where they are; `differentiable` keeps the graph of the building."""
         if part.source < 0:
             kept = self._cut(part, self.call.start, self.key), self._cut(part, self.call.start, self.value)
         else:
             held = self.call.earlier[part.source]
             kept = self._cut(part, held.start, held.key), self._cut(part, held.start, held.value)
         if self.call.build is None:
-            return kept
+            return _Keys(*kept)
         latents = kept[0].detach()
-        with torch.set_grad_enabled(self.differentiate):
-            latents.requires_grad_(self.differentiate)
+        with torch.set_grad_enabled(differentiable):
+            latents.requires_grad_(differentiable)
             key, value = self.call.build.function(latents.shape[0], latents.shape[2], *self.build_inputs, latents)
-        self.built = (latents, key, value)
-        return key.detach(), value.detach()
+        return _Keys(key, value, latents)
 
     def send(
         self,
-        part: _Part,
+        part: KeyPart,
+        keys: _Keys,
         fold: Fold,
         grads: TileGrads,
         own: tuple[Tensor, Tensor],
@@ -283,6 +185,7 @@ class _Span:
 
         Args:
             part: the part.
+            keys: its keys and values.
             fold: how its queries were folded.
             grads: of its tile.
             own: gradients of the span's own keys and values (both those of its latents).
@@ -294,18 +197,17 @@ class _Span:
                 if target is not None:
                     fold.add_keys_grad(target, grad)
             return
-        assert self.built is not None, "the part's keys were built"
-        latents, *built = self.built
         pairs = []
-        for x, grad in zip(built, (grads.key, grads.value), strict=True):
+        for x, grad in zip((keys.key, keys.value), (grads.key, grads.value), strict=True):
             folded = torch.zeros_like(x, dtype=grad.dtype)
             fold.add_keys_grad(folded, grad)
             if x.requires_grad:  # not where it is built without a gradient
                 pairs.append((x, folded.to(x.dtype)))
         if not pairs:
             return
+        assert keys.latents is not None, "the part's keys were built"
         wanted = [i for i, total in enumerate(build_grads) if total is not None]
-        sources = [latents, *(self.build_inputs[i] for i in wanted)]
+        sources = [keys.latents, *(self.build_inputs[i] for i in wanted)]
         found = torch.autograd.grad([x for x, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
         if targets[0] is not None and found[0] is not None:
             targets[0].add_(found[0])
@@ -314,7 +216,7 @@ class _Span:
             if total is not None and grad is not None:
                 total.add_(grad)
 
-    def accumulators(self, part: _Part, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def accumulators(self, part: KeyPart, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Where the gradients of the part's keys and values go; `grad_key` and `grad_value` are the span's own."""
         if part.source < 0:
             return self._cut(part, self.call.start, grad_key), self._cut(part, self.call.start, grad_value)
@@ -322,10 +224,10 @@ class _Span:
         return self._cut(part, held.start, held.key_grad), self._cut(part, held.start, held.value_grad)
 
     @overload
-    def _cut(self, part: _Part, start: int, x: Tensor) -> Tensor: ...
+    def _cut(self, part: KeyPart, start: int, x: Tensor) -> Tensor: ...
     @overload
-    def _cut(self, part: _Part, start: int, x: Tensor | None) -> Tensor | None: ...
-    def _cut(self, part: _Part, start: int, x: Tensor | None) -> Tensor | None:
+    def _cut(self, part: KeyPart, start: int, x: Tensor | None) -> Tensor | None: ...
+    def _cut(self, part: KeyPart, start: int, x: Tensor | None) -> Tensor | None:
         return None if x is None else x[:, :, part.k0 - start : part.k1 - start]
 
 
@@ -338,12 +240,12 @@ class _FoldedQueries:
         self.tensors = [x[:, :, first : first + q1 - q0] for x in (span.query, *others)]
         self.folded: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
 
-    def part(self, part: _Part) -> tuple[PartKernel, Fold, Tile, list[Tensor]]:
+    def part(self, part: KeyPart, keys: _Keys) -> tuple[PartKernel, Fold, Tile, list[Tensor]]:
         """The part's kernel, fold and tile, and the other tensors, folded."""
         span, call = self.span, self.span.call
         kernel = span.kernel(biased=part.kind == "mixed")
         dtype = kernel.compute_dtype(span.query.dtype)
-        key, value = span.keys(part)
+        key, value = keys.key.detach(), keys.value.detach()
         fold = Fold(span.query.shape[0], span.query.shape[1], span.unit_heads, shared=key.shape[0] == 1)
         if (fold.shared, dtype) not in self.folded:
             wide = accumulate_dtype(dtype)  # log-sum-exps, which have no width, stay in the wide type
@@ -394,7 +296,7 @@ class _Attend(torch.autograd.Function):
         score_inputs, build_inputs = inputs[:num_score], inputs[num_score:]
         span = _Span(call, query, key, value, tuple(_widened(x) for x in score_inputs), build_inputs)
         rows, heads, tokens, _ = query.shape
-        plan = _plan(call, tokens, builds_scores=span.kernel().builds_scores)
+        plan = call.plan(tokens, builds_scores=span.kernel().builds_scores)
         wide = accumulate_dtype(query.dtype)
         out = torch.zeros(rows, heads, tokens, span.value_width, dtype=wide, device=query.device)
         lse = torch.full((rows, heads, tokens), -torch.inf, dtype=wide, device=query.device)
@@ -403,7 +305,7 @@ class _Attend(torch.autograd.Function):
             folded = _FoldedQueries(span, q0, q1)
             here = (slice(None), slice(None), slice(None), slice(q0 - call.start, q1 - call.start))
             for part in parts:
-                kernel, fold, tile, _ = folded.part(part)
+                kernel, fold, tile, _ = folded.part(part, span.keys(part, differentiable=False))
                 part_out, part_lse = kernel.forward(tile)
                 merge_into(split_out[here], split_lse[here], fold.undo(part_out), fold.undo(part_lse))
         if sink is not None:
@@ -432,7 +334,6 @@ class _Attend(torch.autograd.Function):
             for x, w in zip(tensors, wanted[ctx.num_score :], strict=True)
         ]
         span = _Span(call, query, key, value, inputs, build_inputs)
-        span.differentiate = True
         grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (query, key, value))
         grad_inputs = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
         split_query = grad_query.unflatten(1, (span.unit_heads, -1))
@@ -440,10 +341,11 @@ class _Attend(torch.autograd.Function):
         for q0, q1, parts in ctx.plan:
             folded = _FoldedQueries(span, q0, q1, grad_out, out, weightless)
             for part in parts:
-                kernel, fold, tile, others = folded.part(part)
+                keys = span.keys(part, differentiable=True)
+                kernel, fold, tile, others = folded.part(part, keys)
                 grads = kernel.backward(tile, *others)
                 split_query[:, :, :, q0 - call.start : q1 - call.start].add_(fold.undo(grads.query))
-                span.send(part, fold, grads, (grad_key, grad_value), build_grads)
+                span.send(part, keys, fold, grads, (grad_key, grad_value), build_grads)
                 for total, more in zip(grad_inputs, grads.rescore_inputs, strict=False):
                     if total is not None and more is not None:
                         total.add_(more)

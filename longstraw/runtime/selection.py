@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.blocks import UNSEEN
 from longstraw.errors import UnsupportedMask
-from longstraw.runtime.attention import KeyRange
 from longstraw.runtime.blocks import Blocks, Verdict
+from longstraw.runtime.key_parts import KeyRange
 from longstraw.runtime.merge import accumulate_dtype
 from longstraw.stages import Chooser
 

@@ -7,7 +7,6 @@ the leaves.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longstraw.runtime import attention, selection
-from longstraw.runtime.blocks import Blocks
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put, sum_rows, take
 from longstraw.runtime.leaves import Leaves, Part, Where
+from longstraw.runtime.mixing import Mixing
 from longstraw.runtime.state import Store
-from longstraw.runtime.visibility import Visibility, first_seen
-from longstraw.stages import Expansion, Head, Runs, Segment, SegmentInputs, Site, Stateful
+from longstraw.runtime.visibility import Visibility
+from longstraw.stages import Head, Runs, Segment, SegmentInputs, Stateful
 
 
 @dataclass(frozen=True)
@@ -44,141 +42,6 @@ class SpanGraph:
     hidden: States
     before: States
     parts: tuple[Part, ...]
-
-
-class _Span:
-    """What stateful graphs call back to."""
-
-    def __init__(self, branch: Stateful, blocks: Sequence[Blocks], where: Where, row_tokens: int) -> None:
-        self._sites, self._choosers, self._where = branch.sites, branch.choosers, where
-        self._blocks, self._row_tokens = blocks, row_tokens
-        self._since: dict[int, int] = {}
-        self._plans: dict[Any, Any] = {}
-
-    def attend(
-        self,
-        site: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_inputs: tuple[Tensor, ...],
-        sink: Tensor | None,
-        expand_inputs: tuple[Any, ...],
-        selected: Tensor | None,
-    ) -> Tensor:
-        known = self._sites[site]
-        blocks = self._blocks[site]
-        earlier = self._earlier(known.key_slot, known.value_slot, blocks)
-        plans = self._plans
-        if selected is not None and self._where.hi > selected.shape[2]:  # else every key that is seen was selected
-            if self._gathers(known, query, key, blocks, selected.shape[2]):
-                gather = functools.partial(
-                    selection.attend_to_selected,
-                    start=self._where.lo,
-                    earlier=earlier,
-                    selected=selected,
-                    scale=known.scale,
-                )
-                if known.expansion is None:
-                    return gather(query, key, value)
-                latent_width = key.shape[3]
-                return in_latent_space(
-                    known.expansion, expand_inputs, query, latent_width, lambda q: gather(q, key, key)
-                )
-            under = selection.SelectedBlocks(blocks, selected, self._where.lo)
-            if known.finite_selection and blocks is not self._blocks[len(self._sites) + (known.chooser or 0)]:
-                under.check_some_key(self._where.lo, self._where.hi, where=known.line)
-            blocks, plans = under, {}
-        score, expansion = known.score, known.expansion
-        attend = functools.partial(
-            attention.attend,
-            start=self._where.lo,
-            earlier=earlier,
-            blocks=blocks,
-            scale=known.scale,
-            score=None if score is None else lambda raw, q0, q1, k0, k1, *inputs: score(raw, *inputs),
-            score_inputs=score_inputs,
-            sink=sink,
-            plans=plans,
-        )
-        if expansion is None:
-            return attend(query, key, value)
-        if query.shape[0] * query.shape[2] < expansion.absorbed_below(known.heads, key.shape[3]):
-            return in_latent_space(expansion, expand_inputs, query, key.shape[3], lambda q: attend(q, key, key))
-        sizes = (expansion.key_heads, expansion.key_width, expansion.value_heads, expansion.value_width)
-        return attend(query, key, key, build=attention.Build(expansion.module, expand_inputs, *sizes))
-
-    def _earlier(self, key_slot: int, value_slot: int, blocks: Blocks) -> list[attention.KeyRange]:
-        """Return what the span's queries may see of two slots' earlier tokens."""
-        if id(blocks) not in self._since:
-            self._since[id(blocks)] = first_seen(blocks, self._where.lo, self._where.hi, 0, self._where.lo)
-        since = self._since[id(blocks)]
-        return [part for store in self._where.path for part in store.ranges(key_slot, value_slot, since)]
-
-    def _gathers(self, site: Site, query: Tensor, key: Tensor, blocks: Blocks, k: int) -> bool:
-        """Return whether attending to what was gathered is possible, and takes less than attending under a mask."""
-        assert site.chooser is not None, "a selection was made"
-        expansion, lo = site.expansion, self._where.lo
-        same_mask = blocks is self._blocks[len(self._sites) + site.chooser]
-        plain = site.score is None and (expansion is None or expansion.linear)
-        if not same_mask or not plain or blocks.tensor(lo, lo + 1, lo, lo + 1).dtype != torch.bool:
-            return False
-        if expansion is None:
-            return GATHER_COST * k < self._where.hi
-        widths = expansion.key_width + expansion.value_width
-        building = expansion.building(key.shape[3]) // (query.shape[0] * query.shape[2])
-        return GATHER_COST * k * site.heads * 2 * key.shape[3] < self._where.hi * (site.heads * widths + building)
-
-    def choose(
-        self, chooser: int, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], others: tuple[Tensor, ...]
-    ) -> Tensor:
-        known, lo, hi = self._choosers[chooser], self._where.lo, self._where.hi
-        if hi <= known.k:  # every query selects all that it sees: nothing asks which
-            return torch.full((len(self._where.rows), hi - lo, known.k), -1, device=queries[0].device)
-        blocks = self._blocks[len(self._sites) + chooser]
-        ranges = [self._earlier(slot, slot, blocks) for slot in known.key_slots]
-        pieces = [
-            selection.Piece(parts[0].start, tuple(part.key for part in parts)) for parts in zip(*ranges, strict=True)
-        ]
-        return selection.choose(
-            known,
-            queries,
-            others,
-            [*pieces, selection.Piece(lo, keys)],
-            blocks,
-            start=lo,
-            tokens=hi - lo,
-            row_tokens=self._row_tokens,
-        )
-
-
-GATHER_COST = 2
-"""How many times a product with a gathered key costs one with a key in place."""
-
-
-def in_latent_space(
-    expansion: Expansion, inputs: tuple[Any, ...], query: Tensor, width: int, attend: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Attend to latents themselves (the absorbed form of arXiv 2405.04434, section 2.1.2); differentiable.
-
-    Keys and values are linear in the latents c: `k = M c`, `v = N c` for each head. So `q k = (M^T q) c`, and the
-    weighted sum of values is N times that of the latents. M and N are what the expansion makes of unit vectors.
-
-    Args:
-        expansion: a linear one.
-        inputs: what it reads beside latents.
-        query: `[rows, heads, tokens, key_width]`.
-        width: of the latents.
-        attend: from queries `[rows, heads, tokens, latent width]` to latents.
-
-    Returns:
-        `[rows, heads, tokens, value_width]`.
-    """
-    unit = torch.eye(width, dtype=query.dtype, device=query.device)[None, None]
-    keys, values = expansion.module(1, width, *inputs, unit)  # [1, heads, width, key_width or value_width]
-    taken = query.unflatten(1, (keys.shape[1], -1)) @ keys[0][:, None].mT
-    out = attend(taken.flatten(1, 2))
-    return (out.unflatten(1, (values.shape[1], -1)) @ values[0][:, None]).flatten(1, 2)
 
 
 class Runner:
@@ -244,7 +107,7 @@ class Runner:
         if not wanted and not stateful:
             return ()
         graph = self.runs.relay if wanted and stateful else self.runs.score if wanted else self.runs.capture
-        outputs = graph(self._span(where), *self._arguments(where, None, []), *self._boundary(where, None))
+        outputs = graph(self._mixing(where), *self._arguments(where, None, []), *self._boundary(where, None))
         slots, after, hidden = self._parts_of(outputs, stateful, wanted)
         if keep is not None:
             keep.append(slots)
@@ -275,7 +138,7 @@ class Runner:
             before = where.boundary_leaves()
             arguments = self._arguments(where, leaves, parts)
             graph = self.runs.relay if wanted and appends else self.runs.score if wanted else self.runs.capture
-            outputs = graph(self._span(where), *arguments, *self._boundary(where, before))
+            outputs = graph(self._mixing(where), *arguments, *self._boundary(where, before))
         slots, after, hidden = self._parts_of(outputs, appends, wanted)
         return SpanGraph(where, slots, after, hidden, before, tuple(parts))
 
@@ -318,8 +181,8 @@ class Runner:
         hidden = tuple(outputs[slots + carried :]) if wanted else ()
         return tuple(outputs[:slots]), tuple(outputs[slots : slots + carried]), hidden
 
-    def _span(self, where: Where) -> _Span:
-        return _Span(self.branch, self.visibility.blocks(where.rows), where, self.row_tokens)
+    def _mixing(self, where: Where) -> Mixing:
+        return Mixing(self.branch, self.visibility.blocks(where.rows), where, self.row_tokens)
 
     def _boundary(self, where: Where, leaves: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the boundary states before a span, for each of its rows."""

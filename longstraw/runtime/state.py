@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from longstraw.errors import StateMisuse
-from longstraw.runtime.attention import KeyRange
 from longstraw.runtime.boundary import Boundaries
+from longstraw.runtime.key_parts import KeyRange
 from longstraw.stages import Slot
 
 

@@ -1,29 +1,21 @@
-"""One step, top to bottom: capture, score, objective, replay, unwind, finalise.
+"""One branch of one step: in which order its spans run, what each finds before it and what is kept after it.
 
-`run_step` is what a compiled step calls. Capture and score run in its forward; the objective runs under autograd on
-their results; replay, unwind and finalise run in the backward of `_Branch`, the one autograd node between parameters
-and results.
+Forward captures and scores: depth first over the prefix tree, every node's state on top of its parents'. Backward
+replays the responses and unwinds the prompt: the same walk, each node's spans in reverse after its children.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from longstraw import compat
-from longstraw.errors import (
-    BackwardTwice,
-    BadInput,
-    DoubleBackward,
-    MissingExtra,
-    ParametersChanged,
-    PromptNotFound,
-)
+from longstraw.errors import BadInput, PromptNotFound
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
@@ -31,53 +23,14 @@ from longstraw.runtime.leaves import Leaves, Where
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.plan import Plan
 from longstraw.runtime.prefix_tree import Node
+from longstraw.runtime.progress import Advance, bar, unseen
 from longstraw.runtime.row_comparison import RowComparison
 from longstraw.runtime.spans import Runner, SpanGraph
 from longstraw.runtime.state import Store
-from longstraw.stages import Located, Lowered, Runs, Stateful
+from longstraw.stages import Located, Runs, Stateful
 
-_TILE_BYTES = 16 << 20
-
-
-def run_step(program: Lowered, *inputs: Any) -> Any:
-    """Run one step on its inputs; return its outputs, ready for backward.
-
-    Args:
-        program: the compiled step.
-        inputs: values of the traced graph's placeholders, in order.
-    """
-    located = program.step.partitioned.step
-    names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
-    values: dict[fx.Node, Any] = dict(zip(names, inputs, strict=True))
-    _check_inputs(located, values)
-    light = program.prologue(*inputs)
-    values.update(zip(program.light, light, strict=True))
-    numbers = Numbers(located.sizes, values)
-    results: list[Tensor] = []
-    for branch, runs in zip(program.step.branches, program.runs, strict=True):
-        run = BranchRun(branch, runs, values, numbers, located)
-        results += run.apply()
-    return program.step.partitioned.objective(*inputs, *results)
-
-
-def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
-    devices: dict[torch.device, str] = {}
-    for node, value in values.items():
-        if not isinstance(value, Tensor):
-            continue
-        source = next(i.source for i in located.inputs if i.name == node.name)
-        if value.ndim and value.numel() == 0:
-            raise BadInput(
-                f"{source} is empty: its shape is {tuple(value.shape)}.", remedy="Give it at least one entry."
-            )
-        if value.ndim:
-            devices.setdefault(value.device, source)
-    if len(devices) > 1:
-        listed = ", ".join(f"{source} on {device}" for device, source in devices.items())
-        raise BadInput(
-            f"The step's tensors are on different devices: {listed}.",
-            remedy="Move the model and its inputs to one device.",
-        )
+TILE_BYTES = 16 << 20
+"""What a tile of a head's tokens may take."""
 
 
 def _memory(value: Any) -> int | None:
@@ -109,7 +62,7 @@ class BranchRun:
             num_rows=numbers.rows,
             row_tokens=numbers.tokens,
             place=place,
-            tile_bytes=_TILE_BYTES,
+            tile_bytes=TILE_BYTES,
         )
         self.place: Callable[[Any], Place] = place
         self.stop = max(stop for _, stop in self.runner.windows)
@@ -128,7 +81,7 @@ class BranchRun:
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
         self._recordable = 0
-        self._advance: Callable[[int], object] = _ignore
+        self._advance: Advance = unseen
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
@@ -182,14 +135,6 @@ class BranchRun:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def apply(self) -> list[Tensor]:
-        """Run capture and score; return the results, connected to autograd when they need a gradient."""
-        inputs = [self.values[node] for node in self.differentiable]
-        if torch.is_grad_enabled() and inputs:
-            return list(_Branch.apply(self, *inputs))  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            return self.forward(keep=False)
-
     def forward(self, *, keep: bool) -> list[Tensor]:
         """Capture and score every row; return the results.
 
@@ -202,26 +147,12 @@ class BranchRun:
                 self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows
             )
             self._recordable = self.plan.response_tokens
-        with self._progress("capture and score"):
+        with self._bar("capture and score") as self._advance:
             self._forward(self.tree, (), results, keep=keep)
         return results
 
-    @contextlib.contextmanager
-    def _progress(self, what: str) -> Iterator[None]:
-        """Show a bar over the tokens of all spans, if the user asked for one."""
-        if not self.options.progress:
-            yield
-            return
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise MissingExtra("progress=True needs tqdm.", remedy="pip install 'longstraw[progress]'") from error
-        with tqdm(total=self.tree.num_tokens, desc=what, unit="tokens", leave=False) as bar:
-            self._advance = bar.update
-            try:
-                yield
-            finally:
-                self._advance = _ignore
+    def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
+        return bar(what, self.tree.num_tokens, shown=self.options.progress)
 
     def _empty_result(self, index: int) -> Tensor:
         node = self.branch.segment.results[index]
@@ -329,7 +260,7 @@ class BranchRun:
         leaves, self.leaves = self.leaves, None
         assert leaves is not None, "forward kept what backward needs"
         try:
-            with self._progress("replay and unwind"):
+            with self._bar("replay and unwind") as self._advance:
                 self._backward(self.tree, (), result_grads, leaves)
         finally:
             self._recorded.clear()
@@ -404,48 +335,3 @@ class BranchRun:
                     after = self.runner.forward(self._where(node, where.path, lo, hi), None, keep=None, boundary=True)
                 store.boundaries.save(hi, after, keep=True)
         store.restore(where.lo)
-
-
-def _ignore(_: int) -> None:
-    """Progress that nobody watches."""
-
-
-class _Branch(torch.autograd.Function):
-    """The one autograd node between a branch's parameters and its results."""
-
-    @staticmethod
-    def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.run = run
-        ctx.versions = run.versions()
-        ctx.autocast = compat.current_autocast(run.device.type)
-        results = run.forward(keep=True)
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
-        ctx.set_materialize_grads(False)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: BranchRun | None = ctx.run
-        if torch.is_grad_enabled():
-            raise DoubleBackward(
-                "A gradient of a gradient was asked for (create_graph=True): replay keeps no graph of the backward.",
-                remedy="Use create_graph=False; penalties on gradients need eager.",
-            )
-        if run is None:
-            raise BackwardTwice(
-                "Backward ran a second time through a compiled step whose state was released after the first.",
-                remedy="Call the step again, or add the losses before calling backward once.",
-            )
-        now = run.versions()
-        changed = [now[key][0] for key, before in ctx.versions.items() if now[key] != before]
-        if changed:
-            raise ParametersChanged(
-                f"{changed[0]} was changed in place between the step's forward and its backward"
-                f"{f', and {len(changed) - 1} more tensors' if len(changed) > 1 else ''}.",
-                remedy="Run backward before optimizer.step() and before loading or averaging weights.",
-            )
-        ctx.run = None
-        wanted = [node for node, needed in zip(run.differentiable, ctx.needs_input_grad[1:], strict=True) if needed]
-        with compat.autocast_state(ctx.autocast):
-            leaves = run.backward(grads)
-        return (None, *(leaves.gradient(node) if node in wanted else None for node in run.differentiable))

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longstraw.scans.library_kernels import library_kernel
+from longstraw.scans.fused_kernels import fused_kernel
 
 CHUNK = 64
 CHANNEL_CHUNK = 16
@@ -67,7 +67,7 @@ def empty_output(query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> Tenso
 def _run(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    kernel = library_kernel(value, log_decay, beta)
+    kernel = fused_kernel(value, log_decay, beta)
     if kernel is not None:
         return kernel(query, key, value, log_decay, beta, state)
     tokens, heads = value.shape[1:3]

@@ -19,7 +19,7 @@ NAMESPACE = "longstraw"
 Step = Callable[..., tuple[Tensor, Tensor]]
 
 
-def library_op(name: str, step: Step, *, output: Callable[..., Tensor], state: Callable[..., Tensor]) -> Any:
+def scan_op(name: str, step: Step, *, output: Callable[..., Tensor], state: Callable[..., Tensor]) -> Any:
     """Register a scan as an op and return it.
 
     Args:
@@ -75,13 +75,13 @@ def _refused() -> Any:
 REFUSED = _refused()
 """Stands in a trace for a scan that can't be run: nothing may be raised while Dynamo traces."""
 
-GATED_DELTA_RULE = library_op(
+GATED_DELTA_RULE = scan_op(
     "gated_delta_rule", delta_rule.gated_delta_rule, output=delta_rule.empty_output, state=delta_rule.empty_state
 )
-LINEAR_ATTENTION = library_op(
+LINEAR_ATTENTION = scan_op(
     "linear_attention", delta_rule.linear_attention, output=delta_rule.empty_output, state=delta_rule.empty_state
 )
-LINEAR_RECURRENCE = library_op(
+LINEAR_RECURRENCE = scan_op(
     "linear_recurrence",
     linear_recurrence.linear_recurrence,
     output=lambda decay, value: torch.empty_like(value),
@@ -89,7 +89,7 @@ LINEAR_RECURRENCE = library_op(
         (value.shape[0], *value.shape[2:]), dtype=torch.promote_types(value.dtype, torch.float32)
     ),
 )
-SELECTIVE_SCAN = library_op(
+SELECTIVE_SCAN = scan_op(
     "selective_scan",
     linear_recurrence.selective_scan,
     output=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),

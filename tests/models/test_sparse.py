@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import longstraw
 from longstraw.errors import LongstrawError
-from longstraw.runtime import selection, spans
+from longstraw.runtime import mixing, selection
 from tests.equality import assert_equal, compare
 from tests.models import zoo
 from tests.small import Tiny, assert_same, inputs, records, step
@@ -20,7 +20,7 @@ from tests.steps import STEPS
 
 OPTIONS = {"page_tokens": 4, "grad_dtype": torch.float64}
 SHARED = {"indexer_types": ["full", "shared"]}
-FORMS = {"gathered": 1e-9, "masked": 1e9, "by count": spans.GATHER_COST}
+FORMS = {"gathered": 1e-9, "masked": 1e9, "by count": mixing.GATHER_COST}
 """How attention reads what was selected, by what a gathered key is said to cost."""
 
 

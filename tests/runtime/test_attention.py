@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from longstraw.runtime import attention
-from longstraw.runtime.attention import KeyRange, attend
+from longstraw.runtime import attention, key_parts
+from longstraw.runtime.attention import attend
 from longstraw.runtime.kernels import attention_parts
+from longstraw.runtime.key_parts import KeyRange, cut
 
 
 @dataclass
@@ -208,9 +209,10 @@ def assert_equal_to_dense(p, **options):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(attention, "CUT", 4)
-    monkeypatch.setattr(attention, "MASK_TILE", 16)
-    monkeypatch.setattr(attention, "QUERY_TILE", 24)
+    for module in (attention, key_parts):
+        monkeypatch.setattr(module, "CUT", 4)
+    monkeypatch.setattr(key_parts, "MASK_TILE", 16)
+    monkeypatch.setattr(key_parts, "QUERY_TILE", 24)
 
 
 @pytest.fixture
@@ -388,23 +390,19 @@ def test_attend_builds_no_tensor_of_queries_by_keys(pattern, small_tiles):
 
 
 @pytest.mark.parametrize("prefix, expected", [(100, ["all"] * 3), (20, ["all"])])
-def test_plan_merges_seen_runs_and_drops_unseen_ones(prefix, expected, small_tiles):
+def test_cut_merges_seen_runs_and_drops_unseen_ones(prefix, expected, small_tiles):
     p = problem(tokens=8, ranges=((prefix, 1), (30, 1)))
     p.matrix[..., prefix : prefix + 30] = False
-    held = [KeyRange(s, k, v, None, None) for s, (k, v) in zip((0, prefix), p.earlier, strict=True)]
-    call = attention._Call(prefix + 30, tuple(held), DenseBlocks(p.matrix, sure=24), 1.0, None, 40, {})
-    ((_, _, parts),) = attention._plan(call, 8, builds_scores=False)
+    blocks, earlier = DenseBlocks(p.matrix, sure=24), [(0, prefix), (prefix, prefix + 30)]
+    ((_, _, parts),) = cut(blocks, prefix + 30, 8, earlier, key_tile=40, builds_scores=False)
     assert [x.kind for x in parts] == [*expected, "causal"]
     assert {x.source for x in parts} == {0, -1}
 
 
-def test_plan_of_a_sliding_window_looks_at_the_window_only():
+def test_cut_of_a_sliding_window_looks_at_the_window_only():
     size = 4096
     seen = causal(size) & ~causal(size).tril(-128)
-    call = attention._Call(size - 512, (), DenseBlocks(seen), 1.0, None, 4096, {})
-    empty = torch.empty(1, 1, size - 512, 4)
-    call = call._replace(earlier=(KeyRange(0, empty, empty, None, None),))
-    plan = list(attention._plan(call, 512, builds_scores=False))
+    plan = cut(DenseBlocks(seen), size - 512, 512, [(0, size - 512)], key_tile=4096, builds_scores=False)
     earlier = [x for _, _, parts in plan for x in parts if x.source == 0]
     assert [(x.k0, x.k1) for x in earlier] == [(size - 512 - 128, size - 512)]
 

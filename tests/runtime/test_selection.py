@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from longstraw.runtime import selection
-from longstraw.runtime.attention import KeyRange
 from longstraw.runtime.blocks import CausalBlocks
+from longstraw.runtime.key_parts import KeyRange
 from longstraw.stages import Chooser
 
 ROWS, TOKENS, HEADS = 2, 41, 3

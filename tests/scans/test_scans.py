@@ -185,7 +185,7 @@ def test_running_sum_continues() -> None:
 
 
 @pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention", "linear_recurrence", "selective_scan"])
-def test_library_op_has_the_gradients_of_its_step(name: str) -> None:
+def test_scan_op_has_the_gradients_of_its_step(name: str) -> None:
     function, _, make, shape = CASES[name]
     op = getattr(torch.ops.longstraw, name)
     inputs, state = make(9), torch.zeros(shape, dtype=torch.float64)

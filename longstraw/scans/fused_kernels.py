@@ -12,7 +12,7 @@ from torch import Tensor
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor], tuple[Tensor, Tensor]]
 
 
-def library_kernel(value: Tensor, log_decay: Tensor, beta: Tensor | None) -> Kernel | None:
+def fused_kernel(value: Tensor, log_decay: Tensor, beta: Tensor | None) -> Kernel | None:
     """Return the library's kernel for such inputs, or None: where it isn't installed, and for other than half types."""
     if not value.is_cuda or value.dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -1,0 +1,111 @@
+"""One step, top to bottom: capture, score, objective, replay, unwind, finalise.
+
+`run_step` is what a compiled step calls. Capture and score run in its forward; the objective runs under autograd on
+their results; replay, unwind and finalise run in the backward of `_Branch`, the one autograd node between parameters
+and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from longstraw import compat
+from longstraw.errors import BackwardTwice, BadInput, DoubleBackward, ParametersChanged
+from longstraw.runtime.numbers import Numbers
+from longstraw.runtime.transaction import BranchRun
+from longstraw.stages import Located, Lowered
+
+
+def run_step(program: Lowered, *inputs: Any) -> Any:
+    """Run one step on its inputs; return its outputs, ready for backward.
+
+    Args:
+        program: the compiled step.
+        inputs: values of the traced graph's placeholders, in order.
+    """
+    located = program.step.partitioned.step
+    names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(names, inputs, strict=True))
+    _check_inputs(located, values)
+    light = program.prologue(*inputs)
+    values.update(zip(program.light, light, strict=True))
+    numbers = Numbers(located.sizes, values)
+    results: list[Tensor] = []
+    for branch, runs in zip(program.step.branches, program.runs, strict=True):
+        run = BranchRun(branch, runs, values, numbers, located)
+        results += _connected(run)
+    return program.step.partitioned.objective(*inputs, *results)
+
+
+def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
+    devices: dict[torch.device, str] = {}
+    for node, value in values.items():
+        if not isinstance(value, Tensor):
+            continue
+        source = next(i.source for i in located.inputs if i.name == node.name)
+        if value.ndim and value.numel() == 0:
+            raise BadInput(
+                f"{source} is empty: its shape is {tuple(value.shape)}.", remedy="Give it at least one entry."
+            )
+        if value.ndim:
+            devices.setdefault(value.device, source)
+    if len(devices) > 1:
+        listed = ", ".join(f"{source} on {device}" for device, source in devices.items())
+        raise BadInput(
+            f"The step's tensors are on different devices: {listed}.",
+            remedy="Move the model and its inputs to one device.",
+        )
+
+
+def _connected(run: BranchRun) -> list[Tensor]:
+    """Run capture and score; return the results, connected to autograd when they need a gradient."""
+    inputs = [run.values[node] for node in run.differentiable]
+    if torch.is_grad_enabled() and inputs:
+        return list(_Branch.apply(run, *inputs))  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return run.forward(keep=False)
+
+
+class _Branch(torch.autograd.Function):
+    """The one autograd node between a branch's parameters and its results."""
+
+    @staticmethod
+    def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.versions = run.versions()
+        ctx.autocast = compat.current_autocast(run.device.type)
+        results = run.forward(keep=True)
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        run: BranchRun | None = ctx.run
+        if torch.is_grad_enabled():
+            raise DoubleBackward(
+                "A gradient of a gradient was asked for (create_graph=True): replay keeps no graph of the backward.",
+                remedy="Use create_graph=False; penalties on gradients need eager.",
+            )
+        if run is None:
+            raise BackwardTwice(
+                "Backward ran a second time through a compiled step whose state was released after the first.",
+                remedy="Call the step again, or add the losses before calling backward once.",
+            )
+        now = run.versions()
+        changed = [now[key][0] for key, before in ctx.versions.items() if now[key] != before]
+        if changed:
+            raise ParametersChanged(
+                f"{changed[0]} was changed in place between the step's forward and its backward"
+                f"{f', and {len(changed) - 1} more tensors' if len(changed) > 1 else ''}.",
+                remedy="Run backward before optimizer.step() and before loading or averaging weights.",
+            )
+        ctx.run = None
+        wanted = [node for node, needed in zip(run.differentiable, ctx.needs_input_grad[1:], strict=True) if needed]
+        with compat.autocast_state(ctx.autocast):
+            leaves = run.backward(grads)
+        return (None, *(leaves.gradient(node) if node in wanted else None for node in run.differentiable))
