@@ -319,7 +319,6 @@ class Chooser:
     Attributes:
         key_slots: the state slots that hold its key-side values.
         masks: which of the branch's block programs say what may be selected.
-        causal: as for a `Site`; never in addition to a mask.
         k: how many keys a query selects.
         score: `(*queries, *keys, *others) -> scores [rows, query tokens, key tokens]`.
         query_dims: for each query-side value its token dim.
@@ -329,7 +328,6 @@ class Chooser:
 
     key_slots: tuple[int, ...]
     masks: tuple[int, ...]
-    causal: bool
     k: int
     score: fx.GraphModule
     query_dims: tuple[int, ...]

@@ -21,6 +21,7 @@ from longstraw.arch import selection
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.constants import filled_with
 from longstraw.arch.rules import arguments, emit, packet, tensors
+from longstraw.arch.selected import split
 from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
 
@@ -269,7 +270,7 @@ def _insert(
     score_inputs: tuple[fx.Node, ...],
     sink: fx.Node | None,
 ) -> fx.Node:
-    masks, selected, finite = selection.split(graph, masks)
+    masks, selected, finite = split(graph, masks)
     node = graph.call_function(
         ops.attention, (*qkv, masks, causal, float(scale), score, score_inputs, sink, selected), name="attention"
     )

@@ -213,10 +213,10 @@ class Reader:
             "Combine rows after the per-token results (log-probabilities), or keep this out of the compiled step.",
         )
 
-    def unsupported(self, node: fx.Node, what: str) -> NoReturn:
+    def unsupported(self, node: fx.Node, what: str, *, cause: Exception | None = None) -> NoReturn:
         """Refuse: no rule covers this use of the op."""
         raise UnsupportedOp(
             f"{op_name(node)} can't be run on a span of tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
             remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
-        )
+        ) from cause

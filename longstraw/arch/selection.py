@@ -1,4 +1,4 @@
-"""Recognises the selection of keys by their scores, and attention that is masked to what was selected.
+"""Recognises the selection of keys by their scores.
 
 Sparse attention with an indexer (arXiv 2512.02556) scores every pair of a query and an earlier key
 with a small indexer, takes the k best keys of each query, and attends to those. As models write it: scores
@@ -8,7 +8,6 @@ of per-token values, evaluated block by block, in one `longstraw.ops.select` nod
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +17,13 @@ from torch import fx
 from longstraw import ops
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.constants import filled_with
-from longstraw.arch.rules import arguments, emit, packet, tensors
+from longstraw.arch.rules import arguments, emit, op_name, packet, tensors
 from longstraw.blocks import UNSEEN
 from longstraw.compat import expression
 
 aten = torch.ops.aten
-_CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
-_NOT = (aten.logical_not, aten.bitwise_not)
-_AND = (aten.logical_and, aten.bitwise_and)
-_VIEWS = (aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.expand, *_CASTS)
-
-Everything = object()
-"""Stands for a selection of all keys."""
+CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
+NOT = (aten.logical_not, aten.bitwise_not)
 
 
 def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) -> None:
@@ -43,12 +37,31 @@ def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) ->
         if node.op == "call_function" and packet(node.target) is aten.topk and is_score(node.args[0]):
             try:
                 _rewrite(module, node)
-            except _NotPairsError:
-                continue  # the passes that follow say what can't be run
+            except _NotPairsError as error:
+                node.meta[REFUSAL] = str(error)  # find_token_dim says so where it meets what can't be run
+
+
+REFUSAL = "not_a_selection"
+"""Under this name a `topk` over pairs of tokens says in its meta why it was not recognised as a selection."""
 
 
 class _NotPairsError(Exception):
-    """The scores are not a function of pairs of tokens that is understood."""
+    """The scores are not a function of pairs of tokens that is understood; says what they are."""
+
+
+def refusal(node: fx.Node) -> str | None:
+    """Return why what a node computes is not understood as part of a selection of keys; None when nothing selects."""
+    if any(x.target is ops.select for x in node.all_input_nodes):
+        return "keys that were selected may only say what an attention sees, as a mask of its own or part of one"
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        at = stack.pop()
+        if REFUSAL in at.meta:
+            return f"its result goes to a topk over keys, and {at.meta[REFUSAL]}"
+        stack += [user for user in at.users if user not in seen]
+        seen.update(at.users)
+    return None
 
 
 def _rewrite(module: fx.GraphModule, topk: fx.Node) -> None:
@@ -57,10 +70,16 @@ def _rewrite(module: fx.GraphModule, topk: fx.Node) -> None:
     value = scores.meta["val"]
     indices = [user for user in topk.users if user.args[1:] == (1,)]
     k = _most(a["k"], value.shape[-1])
-    if k is None or a["dim"] % value.ndim != value.ndim - 1 or not a["largest"] or len(indices) != len(topk.users):
-        return
-    if value.ndim != 3 or not indices:
-        raise _NotPairsError
+    if a["dim"] % value.ndim != value.ndim - 1 or len(indices) != len(topk.users) or not indices:
+        raise _NotPairsError("something else than the indices of the last dim is taken from it")
+    if k is None:
+        if expression(_val(a["k"])) == expression(value.shape[-1]):
+            return  # selects nothing
+        raise _NotPairsError("how many keys it takes depends on their number (a constant, or min(constant, number))")
+    if not a["largest"]:
+        raise _NotPairsError("it takes the lowest scores")
+    if value.ndim != 3:
+        raise _NotPairsError(f"scores have {value.ndim} dims, not rows, queries and keys")
     graph = module.graph
     with graph.inserting_before(topk):
         scores, masks = _without_masks(graph, scores)
@@ -91,10 +110,14 @@ def _rewrite(module: fx.GraphModule, topk: fx.Node) -> None:
 
 def _most(k: Any, size: Any) -> int | None:
     """Return how many of `size` entries are taken at most; None when all of them are, or the number is not known."""
-    count = expression(k.meta["val"] if isinstance(k, fx.Node) else k)
+    count = expression(_val(k))
     if count.func.__name__ == "Min" and expression(size) in count.args and len(count.args) == 2:
         count = next(x for x in count.args if x != expression(size))
     return int(count) if count.is_Integer else None
+
+
+def _val(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, fx.Node) else size
 
 
 def _without_masks(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -102,15 +125,15 @@ def _without_masks(graph: fx.Graph, scores: fx.Node) -> tuple[fx.Node, list[fx.N
     masks: list[fx.Node] = []
     while True:
         name, operands = packet(scores.target), tensors(scores.args)
-        if name is aten.masked_fill and _is_unseen(arguments(scores)["value"]):
+        if name is aten.masked_fill and is_unseen(arguments(scores)["value"]):
             inside, mask = scores.args[:2]
-            if packet(mask.target) in _NOT:  # type: ignore[union-attr]
+            if packet(mask.target) in NOT:  # type: ignore[union-attr]
                 mask = mask.args[0]  # type: ignore[union-attr]
             else:
                 mask = emit(graph, scores, aten.logical_not.default, mask)
-        elif name is aten.where and _is_unseen(scores.args[2]):
+        elif name is aten.where and is_unseen(scores.args[2]):
             mask, inside = scores.args[:2]
-        elif _is_sum(scores) and sum(map(reaches_product, operands)) == 1 and all(map(_has_pairs, operands)):
+        elif is_sum(scores) and sum(map(reaches_product, operands)) == 1 and all(map(_has_pairs, operands)):
             inside, mask = sorted(operands, key=lambda x: not reaches_product(x))
         else:
             return scores, masks
@@ -124,17 +147,17 @@ def _with_heads(graph: fx.Graph, like: fx.Node, mask: fx.Node) -> fx.Node:
         a = arguments(mask)
         if a["dim"] == 1 and a["self"].meta["val"].ndim == 4 and expression(a["self"].meta["val"].shape[1]) == 1:
             return a["self"]
-    return emit(graph, like, aten.unsqueeze.default, _with_rank(graph, mask, 3), 1)
+    return emit(graph, like, aten.unsqueeze.default, with_rank(graph, mask, 3), 1)
 
 
-def _with_rank(graph: fx.Graph, node: fx.Node, rank: int) -> fx.Node:
+def with_rank(graph: fx.Graph, node: fx.Node, rank: int) -> fx.Node:
     """Return a value with dims of size 1 put in front of it, as broadcasting does."""
     while node.meta["val"].ndim < rank:
         node = emit(graph, node, aten.unsqueeze.default, node, 0)
     return node
 
 
-def _is_sum(node: fx.Node) -> bool:
+def is_sum(node: fx.Node) -> bool:
     """Return whether a node adds two tensors as they are."""
     return packet(node.target) is aten.add and len(tensors(node.args)) == 2 and bool(node.kwargs.get("alpha", 1) == 1)
 
@@ -161,7 +184,7 @@ def reaches_product(node: fx.Node) -> bool:
     return False
 
 
-def _is_unseen(value: Any) -> bool:
+def is_unseen(value: Any) -> bool:
     """Return whether a value that scores or masks are filled with means "not seen"."""
     number = filled_with(value)
     return number is not None and number <= UNSEEN
@@ -190,7 +213,7 @@ class _Pairs:
     def visit(self, node: fx.Node, query: int | None, key: int | None) -> fx.Node:
         """Return the inner node of a value whose dims `query` and `key` run over queries and keys."""
         if self._dims.setdefault(node, (query, key)) != (query, key):
-            raise _NotPairsError
+            raise _NotPairsError("a value stands for queries in one place and for keys in another")
         if node not in self._env:
             if query is None and key is None:
                 self.others.append(node)
@@ -212,7 +235,7 @@ class _Pairs:
         chain = []
         at = node
         while (
-            packet(at.target) in (*_CASTS, aten.transpose, aten.mT, aten.permute, aten.unsqueeze)
+            packet(at.target) in (*CASTS, aten.transpose, aten.mT, aten.permute, aten.unsqueeze)
             and len(tensors(at.args)) == 1
         ):
             (operand, _, before) = _operand_dims(at, None, dim)[0]
@@ -228,7 +251,7 @@ class _Pairs:
             self.keys.append(at)
             self._sources[at] = self._holder("key", at)
         elif at not in self._sources:
-            raise _NotPairsError
+            raise _NotPairsError(f"what it scores keys by has {rank} dims, not rows, tokens and numbers")
         env = {at: self._sources[at]}
         for one in reversed(chain):
             env[one] = self.inner.node_copy(one, env.__getitem__)
@@ -236,7 +259,7 @@ class _Pairs:
 
     def _holder(self, kind: str, node: fx.Node) -> fx.Node:
         if not isinstance(node.meta.get("val"), torch.Tensor):
-            raise _NotPairsError
+            raise _NotPairsError("a number that is computed has a part in its scores")
         held = self._holders[kind]
         held.append(self.inner.placeholder(f"{kind}_{len(held)}"))
         return held[-1]
@@ -260,7 +283,7 @@ def _operand_dims(node: fx.Node, query: int | None, key: int | None) -> list[Dim
     name, rank = packet(node.target), node.meta["val"].ndim if isinstance(node.meta.get("val"), torch.Tensor) else 0
     operands = tensors((node.args, node.kwargs))
     if any(isinstance(x, fx.Node) and x not in operands for x in node.all_input_nodes):
-        raise _NotPairsError  # a size
+        raise _NotPairsError(f"{op_name(node)} takes a size that varies")
 
     def all_by(move: Callable[[int, int], int | None]) -> list[Dims]:
         found = []
@@ -274,7 +297,7 @@ def _operand_dims(node: fx.Node, query: int | None, key: int | None) -> list[Dim
     def rank_of(i: int) -> int:
         return int(operands[i].meta["val"].ndim)
 
-    if is_pointwise(node.target) or name in (*_CASTS, aten.masked_fill, aten.where):
+    if is_pointwise(node.target) or name in (*CASTS, aten.masked_fill, aten.where):
         return all_by(lambda i, d: d - rank + rank_of(i))
     if name in (aten.matmul, aten.bmm) and min(rank_of(0), rank_of(1)) > 1:
         absent = (rank - 1, rank - 2)  # the left operand has no such dim, nor has the right one the other
@@ -300,102 +323,6 @@ def _operand_dims(node: fx.Node, query: int | None, key: int | None) -> list[Dim
         gone = sorted(d % before for d in ([a["dim"]] if isinstance(a["dim"], int) else a["dim"]))
         kept = list(range(before)) if a["keepdim"] else [d for d in range(before) if d not in gone]
         if any(d in gone for d in (None if d is None else kept[d] for d in (query, key))):
-            raise _NotPairsError
+            raise _NotPairsError(f"{op_name(node)} goes over queries or keys before it")
         return all_by(lambda i, d: kept[d])
-    raise _NotPairsError
-
-
-# --- masks that say what was selected ---------------------------------------------------------------------------------
-
-
-def split(graph: fx.Graph, masks: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
-    """Return an attention's masks without the part that says which keys were selected, and the indices selected.
-
-    The last one says whether keys that were not selected keep a finite score: a query that sees none of those selected
-    would attend to all.
-
-    Args:
-        graph: where new nodes are inserted, at its insertion point.
-        masks: masks of one attention, all of which must let a key be seen.
-    """
-    kept: list[fx.Node] = []
-    found: list[Any] = []
-    for mask in masks:
-        rest = _take_off(graph, mask, found)
-        kept += [rest] if rest is not None else []
-    chosen = list(dict.fromkeys(x for x in found if x is not Everything))
-    if len(chosen) > 1:
-        return masks, None, False
-    finite = any(mask.meta["val"].is_floating_point() for mask in masks)
-    return tuple(kept), chosen[0] if chosen else None, finite
-
-
-def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | None:
-    """Return a mask without its selections, which are added to `found`; None when nothing else is in it."""
-    name = packet(mask.target)
-    selected = _selected(mask, seen=True)
-    if selected is not None:
-        found.append(selected)
-        return None
-    if name in _VIEWS and len(tensors(mask.args)) == 1:
-        before = len(found)
-        rest = _take_off(graph, mask.args[0], found)  # type: ignore[arg-type]
-        if len(found) == before or rest is None:
-            return mask if len(found) == before else None
-        inside = mask.args[0].meta["val"]  # type: ignore[union-attr]
-        rest = _with_rank(graph, rest, inside.ndim)
-        if name in (aten.view, aten.reshape, aten.squeeze) and _sizes(rest.meta["val"]) != _sizes(inside):
-            del found[before:]  # what is left has other sizes than the view was told
-            return mask
-        return emit(graph, mask, mask.target, rest, *mask.args[1:])
-    if name is aten.masked_fill and _is_unseen(arguments(mask)["value"]):
-        base, condition = mask.args[:2]
-        selected = _selected(condition, seen=False)
-        if selected is not None:
-            found.append(selected)
-            return _take_off(graph, base, found)  # type: ignore[arg-type]
-    if (name in _AND and len(tensors(mask.args)) == 2) or _is_sum(mask):
-        before = len(found)
-        parts = [_take_off(graph, x, found) for x in tensors(mask.args)]
-        if len(found) == before:
-            return mask
-        left = [part for part in parts if part is not None]
-        if len(left) < 2:
-            return left[0] if left else None
-        return emit(graph, mask, mask.target, *left)
-    return mask
-
-
-def _sizes(value: torch.Tensor) -> list[Any]:
-    return [expression(size) for size in value.shape]
-
-
-def _selected(node: Any, *, seen: bool) -> Any:
-    """Return the indices that a mask is true at (or, if not `seen`, false at); `Everything`, or None for others."""
-    while isinstance(node, fx.Node) and packet(node.target) in (*_VIEWS, *_NOT):
-        seen = seen != (packet(node.target) in _NOT)
-        node = node.args[0]
-    if not isinstance(node, fx.Node) or packet(node.target) is not aten.scatter:
-        return None
-    a = arguments(node)
-    base, value = filled_with(a["self"]), a.get("value")
-    rank = node.meta["val"].ndim
-    if value is None or base is None or a["dim"] % rank != rank - 1:
-        return None
-    if node.meta["val"].dtype == torch.bool:
-        says = bool(value) == seen and bool(base) != seen
-    else:
-        says = value == 0 and base <= UNSEEN if seen else value <= UNSEEN and base == 0
-    index = a["index"]
-    while packet(index.target) in _CASTS:
-        index = index.args[0]
-    if not says:
-        return None
-    if index.target is ops.select:
-        return index
-    if index.target is operator.getitem and packet(index.args[0].target) is aten.topk:
-        topk = arguments(index.args[0])
-        count = topk["k"].meta["val"] if isinstance(topk["k"], fx.Node) else topk["k"]
-        if index.args[1] == 1 and expression(count) == expression(topk["self"].meta["val"].shape[-1]):
-            return Everything
-    return None
+    raise _NotPairsError(f"{op_name(node)} is not known to keep pairs of queries and keys apart")

@@ -17,6 +17,7 @@ from torch import fx
 
 from longstraw import arch, ops
 from longstraw.arch import aten as aten_rules
+from longstraw.arch import selection
 from longstraw.arch.rules import LayoutRule, Reader, op_name, packet
 from longstraw.errors import DropoutActive, LongstrawError, user_line
 from longstraw.stages import Branched, Located
@@ -69,11 +70,20 @@ def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kind
         )
     rule = table.get(node.target)
     if node.target not in (ops.attention, ops.select) and any(kinds.get(x) == "block" for x in node.all_input_nodes):
-        reader.unsupported(node, "it combines hidden values with a mask or bias over pairs of tokens outside attention")
+        why = (
+            selection.refusal(node)
+            or "it combines hidden values with a mask or bias over pairs of tokens outside attention"
+        )
+        reader.unsupported(node, why)
     if rule is None:
         rule = aten_rules.pointwise if aten_rules.is_pointwise(node.target) else table.get(packet(node.target))
     if rule is None and isinstance(node.target, torch._ops.OpOverload):
         rule = table.get(node.target._schema.name)  # ops of libraries that may not be installed stand under their name
     if rule is None:
         reader.unsupported(node, "no rule says what it does along the token dim")
-    return rule(reader, node)
+    try:
+        return rule(reader, node)
+    except LongstrawError:
+        raise
+    except Exception as error:
+        reader.unsupported(node, f"its rule failed with {type(error).__name__}: {error}", cause=error)

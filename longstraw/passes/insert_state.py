@@ -91,8 +91,8 @@ class _Builder:
         self.chosen: dict[fx.Node, int] = {}
         self.carries: list[Carry] = []
         self.after: list[fx.Node] = []
-        self.programs: dict[fx.Node, BlockProgram] = {}
-        self.same: dict[fx.Node, fx.Node] = {}  # mask -> the first one with an equal program
+        self.programs: list[tuple[BlockProgram, bool]] = []  # and whether unseen keys have a finite score
+        self.program_of: dict[fx.Node, int] = {}
 
     def replace(self, node: fx.Node) -> None:
         """Turn one attention into its stateful form."""
@@ -155,7 +155,7 @@ class _Builder:
         ]
         programs = tuple(self._program(self.mask_of[m], line) for m in masks)
         self.choosers.append(
-            Chooser(tuple(places), programs, False, k, function, query_dims, max(widths), line, _module(node))
+            Chooser(tuple(places), programs, k, function, query_dims, max(widths), line, _module(node))
         )
         with self.graph.inserting_before(node):
             new = self.graph.call_function(ops.choose, (self.span, len(self.choosers) - 1, queries, keys, others))
@@ -190,7 +190,7 @@ class _Builder:
         self.frontier = tuple(new if n is node else n for n in self.frontier)
 
     def _program(self, mask: fx.Node, line: str) -> int:
-        if mask not in self.programs:
+        if mask not in self.program_of:
             kinds = self.step.kinds
             try:
                 program = mask_rules.block_program(mask, is_light=lambda n: kinds.get(n) in ("light", "size"))
@@ -200,12 +200,10 @@ class _Builder:
                     where=line,
                     remedy="A mask must be elementwise in query and key positions and per-token values.",
                 ) from error
-            self.programs[mask] = program
-            same = [
-                other for other, known in self.programs.items() if known == program and _finite(other) == _finite(mask)
-            ]
-            self.same[mask] = same[0]
-        return list(dict.fromkeys(self.same.values())).index(self.same[mask])
+            if (program, _finite(mask)) not in self.programs:
+                self.programs.append((program, _finite(mask)))
+            self.program_of[mask] = self.programs.index((program, _finite(mask)))
+        return self.program_of[mask]
 
     def _state(self, operand: fx.Node, line: str) -> fx.Node:
         """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""
@@ -286,8 +284,8 @@ class _Builder:
             tuple(self.carries),
             tuple(self.sites),
             tuple(self.choosers),
-            tuple(self.programs[mask] for mask in dict.fromkeys(self.same.values())),
-            tuple(_finite(mask) for mask in dict.fromkeys(self.same.values())),
+            tuple(program for program, _ in self.programs),
+            tuple(finite for _, finite in self.programs),
             sum(map(computed_bytes, relay.graph.nodes)),
         )
 

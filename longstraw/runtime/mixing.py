@@ -126,16 +126,8 @@ class Mixing:
         pieces = [
             selection.Piece(parts[0].start, tuple(part.key for part in parts)) for parts in zip(*ranges, strict=True)
         ]
-        return selection.choose(
-            known,
-            queries,
-            others,
-            [*pieces, selection.Piece(lo, keys)],
-            blocks,
-            start=lo,
-            tokens=hi - lo,
-            row_tokens=self._row_tokens,
-        )
+        candidates = selection.Candidates(known, queries, others, [*pieces, selection.Piece(lo, keys)], blocks, lo)
+        return selection.choose(candidates, tokens=hi - lo, row_tokens=self._row_tokens)
 
 
 def in_latent_space(

@@ -9,6 +9,7 @@ built. Scores that tie at the k-th place are settled as `torch.topk` settles the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,77 +38,68 @@ class Piece(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-def choose(
-    chooser: Chooser,
-    queries: Sequence[Tensor],
-    others: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    blocks: Blocks,
-    *,
-    start: int,
-    tokens: int,
-    row_tokens: int,
-) -> Tensor:
-    """Select keys for the queries of a span.
+@dataclass(frozen=True)
+class Candidates:
+    """What the queries of a span select from.
 
-    Args:
+    Attributes:
         chooser: the score function, and k.
         queries: query-side values of the span.
         others: what else the function reads.
         pieces: key-side values of all tokens that may be seen, in order, the span's own last.
         blocks: which of them may be selected.
         start: first token of the span.
+    """
+
+    chooser: Chooser
+    queries: Sequence[Tensor]
+    others: Sequence[Tensor]
+    pieces: Sequence[Piece]
+    blocks: Blocks
+    start: int
+
+
+def choose(candidates: Candidates, *, tokens: int, row_tokens: int) -> Tensor:
+    """Select keys for the queries of a span.
+
+    Args:
+        candidates: what they select from.
         tokens: of the span.
         row_tokens: of a whole row.
 
     Returns:
         `[rows, tokens, k]`, int64, in row coordinates; -1 where fewer keys may be selected.
     """
-    return torch.cat(
-        [
-            _Tile(chooser, queries, others, pieces, blocks, start, q0, min(q0 + QUERIES, start + tokens)).best(
-                row_tokens
-            )
-            for q0 in range(start, start + tokens, QUERIES)
-        ],
-        1,
-    )
+    start, stop = candidates.start, candidates.start + tokens
+    tiles = [_Tile(candidates, q0, min(q0 + QUERIES, stop)) for q0 in range(start, stop, QUERIES)]
+    return torch.cat([tile.best(row_tokens) for tile in tiles], 1)
 
 
 class _Tile:
     """The scores of the queries q0 to q1 of a span."""
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        queries: Sequence[Tensor],
-        others: Sequence[Tensor],
-        pieces: Sequence[Piece],
-        blocks: Blocks,
-        start: int,
-        q0: int,
-        q1: int,
-    ) -> None:
-        self.chooser, self.others, self.pieces, self.blocks, self.q0, self.q1 = chooser, others, pieces, blocks, q0, q1
-        cut = zip(queries, chooser.query_dims, strict=True)
-        self.queries = [x.narrow(d, q0 - start, q1 - q0) for x, d in cut]
+    def __init__(self, candidates: Candidates, q0: int, q1: int) -> None:
+        self.candidates, self.chooser, self.q0, self.q1 = candidates, candidates.chooser, q0, q1
+        cut = zip(candidates.queries, self.chooser.query_dims, strict=True)
+        self.queries = [x.narrow(d, q0 - candidates.start, q1 - q0) for x, d in cut]
         rows = self.queries[0].shape[0]
-        pair = rows * (q1 - q0) * chooser.numbers_per_pair * self.queries[0].element_size()
+        pair = rows * (q1 - q0) * self.chooser.numbers_per_pair * self.queries[0].element_size()
         self.step = max(64, TILE_BYTES // max(1, pair))
 
     def scores(self) -> Iterator[tuple[int, Tensor]]:
         """Yield `(first key, scores [rows, queries, keys])`, runs of keys that none may see left out."""
-        for piece in self.pieces:
+        blocks = self.candidates.blocks
+        for piece in self.candidates.pieces:
             stop = piece.start + piece.values[0].shape[2]
             for k0 in range(piece.start, stop, self.step):
                 k1 = min(k0 + self.step, stop)
-                verdict = self.blocks.verdict(self.q0, self.q1, k0, k1)
+                verdict = blocks.verdict(self.q0, self.q1, k0, k1)
                 if verdict == "none":
                     continue
                 keys = [x.narrow(2, k0 - piece.start, k1 - k0) for x in piece.values]
-                scores = self.chooser.score(*self.queries, *keys, *self.others)
+                scores = self.chooser.score(*self.queries, *keys, *self.candidates.others)
                 if verdict == "mixed":
-                    block = self.blocks.tensor(self.q0, self.q1, k0, k1)[:, 0]
+                    block = blocks.tensor(self.q0, self.q1, k0, k1)[:, 0]
                     seen = block.dtype == torch.bool
                     scores = scores.masked_fill(~block, -torch.inf) if seen else scores + block
                 yield k0, scores
@@ -135,18 +127,17 @@ class _Tile:
     def _of_whole_rows(self, row_tokens: int) -> Tensor:
         """Return what `topk` selects from whole rows of scores, a few queries at a time."""
         rows, found = self.queries[0].shape[0], []
-        first = self.queries[0]
         few = max(1, TILE_BYTES // (8 * rows * row_tokens))
         for q0 in range(self.q0, self.q1, few):
             q1 = min(q0 + few, self.q1)
-            tile = _Tile(self.chooser, self.queries, self.others, self.pieces, self.blocks, self.q0, q0, q1)
+            tile = _Tile(self.candidates, q0, q1)
             whole: Tensor | None = None
             for k0, scores in tile.scores():
                 if whole is None:
                     whole = scores.new_full((rows, q1 - q0, row_tokens), -torch.inf)
                 whole[..., k0 : k0 + scores.shape[2]] = scores
             if whole is None:
-                found.append(torch.full((rows, q1 - q0, self.chooser.k), -1, device=first.device))
+                found.append(torch.full((rows, q1 - q0, self.chooser.k), -1, device=self.queries[0].device))
                 continue
             values, places = whole.topk(self.chooser.k, 2)
             found.append(places.masked_fill(values <= UNSEEN, -1))

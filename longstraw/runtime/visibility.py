@@ -59,9 +59,10 @@ class Visibility:
             ]
             table: list[Blocks] = []
             for site in self._readers():
-                found: Blocks = CausalBlocks() if site.causal else EverySeen()
+                causal = isinstance(site, Site) and site.causal
+                found: Blocks = CausalBlocks() if causal else EverySeen()
                 for i, index in enumerate(site.masks):
-                    found = programs[index] if i == 0 and not site.causal else both(found, programs[index])
+                    found = programs[index] if i == 0 and not causal else both(found, programs[index])
                 table.append(found)
             self._blocks[rows] = table
         return self._blocks[rows]

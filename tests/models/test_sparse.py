@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +45,7 @@ def assert_every_form_equals_eager(
         given = STEPS[kind].inputs(model, prompt=prompt, response=response)
         expected = gradients(STEPS[kind].function, model, given)
         for name, cost in FORMS.items():
-            monkeypatch.setattr(spans, "GATHER_COST", cost)
+            monkeypatch.setattr(mixing, "GATHER_COST", cost)
             found = gradients(run, model, given)
             assert set(found) == set(expected)
             floor = 1e-5 * max(float(x.norm()) for x in expected.values())
@@ -133,16 +132,18 @@ def test_replay_and_unwind_choose_as_the_forward_did(monkeypatch: pytest.MonkeyP
     again, gaps = 0, []
     choose = selection.choose
 
-    def watched(chooser: Any, queries: Any, others: Any, pieces: Any, blocks: Any, **where: Any) -> Tensor:
+    def watched(candidates: selection.Candidates, **sizes: int) -> Tensor:
         nonlocal again
-        found = choose(chooser, queries, others, pieces, blocks, **where)
-        if where["start"] < chooser.k:
+        found = choose(candidates, **sizes)
+        chooser, queries, start = candidates.chooser, candidates.queries, candidates.start
+        if start < chooser.k:
             return found
-        seen = torch.cat([p.values[0].expand(queries[0].shape[0], -1, -1, -1) for p in pieces], 2)
-        best = chooser.score(*queries, seen[:, :, : where["start"] + 1], *others).topk(chooser.k + 1, -1).values
+        seen = torch.cat([p.values[0].expand(queries[0].shape[0], -1, -1, -1) for p in candidates.pieces], 2)
+        scores = chooser.score(*queries, seen[:, :, : start + 1], *candidates.others)
+        best = scores.topk(chooser.k + 1, -1).values
         gaps.append(float(((best[..., -2] - best[..., -1]) / best[..., -2].abs()).min()))
         # The queries' tokens tell the rows.
-        key = (where["start"], queries[0].shape, float(queries[0].double().sum()))
+        key = (start, queries[0].shape, float(queries[0].double().sum()))
         if key in made:
             again += 1
             assert torch.equal(found, made[key])
@@ -155,67 +156,6 @@ def test_replay_and_unwind_choose_as_the_forward_did(monkeypatch: pytest.MonkeyP
     given = STEPS["grpo"].inputs(model, prompt=19, response=5, dtype=torch.float32)
     run(model, **given).backward()
     assert again >= 4 and 0 < min(gap for gap in gaps if gap > 0) < 1e-6
-
-
-class Selecting(Tiny):
-    """Selects keys in ways of its own."""
-
-    top_k = 3
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.index_query, self.index_key = nn.Linear(16, 8).double(), nn.Linear(16, 4).double()
-
-    def attend(self, x: Tensor) -> Tensor:
-        q, k, v = self.heads(self.query(x), 4), *(self.heads(f(x), 2) for f in (self.key, self.value))
-        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-        size = x.shape[1]
-        causal = torch.ones(size, size, dtype=torch.bool).tril()
-        mask = causal[None].expand(x.shape[0], -1, -1)
-        with torch.no_grad():
-            iq, ik = self.index_query(x).unflatten(-1, (2, 4)), self.index_key(x)
-            if self.kind == "summed over heads":
-                scores = torch.relu(iq.transpose(1, 2) @ ik.mT[:, None]).sum(1)
-            elif self.kind == "one head":
-                scores = (iq[:, :, 0] @ ik.transpose(1, 2)) / 2
-            else:
-                scores = torch.matmul(iq.mean(2), ik.mT)
-            places = scores.masked_fill(~mask, float("-inf")).topk(min(self.top_k, size), -1).indices
-        if self.kind == "added":
-            chosen = torch.full(mask.shape, -1e30, dtype=x.dtype).scatter_(-1, places, 0.0)
-            seen = torch.zeros(mask.shape, dtype=x.dtype).masked_fill(~mask, -1e30) + chosen
-        elif self.kind == "zeros set to true":
-            seen = torch.zeros(mask.shape, dtype=torch.bool).scatter(-1, places, True) & mask
-        else:
-            seen = mask & ~torch.ones(mask.shape, dtype=torch.bool).scatter(-1, places, False)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
-
-
-KINDS = ["summed over heads", "one head", "mean of heads", "added", "zeros set to true"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
-def test_selections_written_in_other_ways(monkeypatch: pytest.MonkeyPatch, kind: str, form: str) -> None:
-    monkeypatch.setattr(spans, "GATHER_COST", FORMS[form])
-    torch._dynamo.reset()
-    assert_same(Selecting(kind), *inputs(prompt=11, response=6))
-    assert len(records(step, Selecting(kind), *inputs())["insert_state"].branches[0].choosers) == 1
-
-
-def test_keys_gathered_by_a_selection_in_the_model_are_refused() -> None:
-    class Gathers(Selecting):
-        def attend(self, x: Tensor) -> Tensor:
-            scores = self.index_query(x)[..., :4] @ self.index_key(x).mT
-            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            places = scores.masked_fill(~causal, float("-inf")).topk(2, -1).indices
-            rows = torch.arange(x.shape[0])[:, None, None]
-            return super().attend(x) + self.heads(self.value(x)[rows, places].sum(2), 2).repeat_interleave(2, 1)
-
-    torch._dynamo.reset()
-    with pytest.raises(LongstrawError):
-        assert_same(Gathers("one head"), *inputs())
 
 
 def chosen(places: Tensor) -> Tensor:
@@ -257,7 +197,19 @@ class Written(Tiny):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(places, causal))
 
 
+def heads_first(q: Tensor, k: Tensor) -> Tensor:
+    return torch.relu(q.transpose(1, 2) @ k.mT[:, None]).sum(1)
+
+
+def left_out(places: Tensor) -> Tensor:
+    """The mask of what was not selected."""
+    return torch.ones(*places.shape[:2], places.shape[1], dtype=torch.bool).scatter(-1, places, False)
+
+
 EXACT: dict[str, dict[str, Any]] = {
+    "products summed over heads": {"products": heads_first},
+    "products of one head": {"products": lambda q, k: (q[:, :, 0] @ k.transpose(1, 2)) / 2},
+    "false scattered": {"mask": lambda p, c: (c & ~left_out(p))[:, None]},
     "a mask without rows on scores and attention": {},
     "a mask without rows chosen by where": {"scores": lambda s, c: torch.where(c, s, float("-inf"))},
     "masks of rows": {"mask": lambda p, c: (chosen(p) & c.expand(p.shape[0], -1, -1))[:, None]},
@@ -269,27 +221,56 @@ EXACT: dict[str, dict[str, Any]] = {
     "a bias of each key": {"products": lambda q, k: q.mean(2) @ k.mT + k[..., :1].mT},
     "scores that are not numbers": {"products": lambda q, k: (q.mean(2) @ k.mT).sqrt()},
 }
-EXACT_OR_REFUSED: dict[str, dict[str, Any]] = {
-    "half of the keys": {"count": lambda size: min(12, size // 2)},
-    "all but a few keys": {"count": lambda size: min(8, size - 12)},
-    "scores taken from a mask": {"scores": lambda s, c: torch.add(below(c).expand_as(s), s, alpha=-1)},
-    "a part of a mask": {"scores": lambda s, c: torch.add(s, below(c, -10.0), alpha=0.3)},
-    "a part of both masks": {
-        "mask": lambda p, c: torch.add(below(chosen(p)), below(c) - (~c).cumsum(-1), alpha=0.5)[:, None]
-    },
-    "nothing that was selected is seen": {"mask": lambda p, c: (below(chosen(p)) + below(window(c, 2)))[:, None]},
-    "a mask that is not low": {"scores": lambda s, c: (s * 1e6 - 5e6).masked_fill(~c, -1e4)},
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "half of the keys": ({"count": lambda size: min(12, size // 2)}, "how many keys it takes depends on their number"),
+    "all but a few keys": ({"count": lambda size: min(8, size - 12)}, "how many keys it takes depends on their number"),
+    "scores taken from a mask": (
+        {"scores": lambda s, c: torch.add(below(c).expand_as(s), s, alpha=-1)},
+        "expand_as is not known to keep pairs",
+    ),
+    "a part of a mask": ({"scores": lambda s, c: torch.add(s, below(c, -10.0), alpha=0.3)}, "takes a size that varies"),
+    "a part of both masks": (
+        {"mask": lambda p, c: torch.add(below(chosen(p)), below(c) - (~c).cumsum(-1), alpha=0.5)[:, None]},
+        "keys that were selected may only say what an attention sees",
+    ),
+    "nothing that was selected is seen": (
+        {"mask": lambda p, c: (below(chosen(p)) + below(window(c, 2)))[:, None]},
+        "sees none of the keys that were selected for it",
+    ),
+    "a mask that is not low": (
+        {"scores": lambda s, c: (s * 1e6 - 5e6).masked_fill(~c, -1e4)},
+        "tril is not known to keep pairs",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_scores_and_masks_that_are_understood(name: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_and_masks_that_are_understood(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
+    monkeypatch.setattr(mixing, "GATHER_COST", FORMS[form])
     torch._dynamo.reset()
-    assert_same(Written(**EXACT[name]), *inputs(prompt=11, response=6))
+    model = Written(**EXACT[name])
+    assert_same(model, *inputs(prompt=11, response=6))
+    assert len(records(step, model, *inputs())["insert_state"].branches[0].choosers) == 1
 
 
-@pytest.mark.parametrize("name", EXACT_OR_REFUSED)
-def test_scores_and_masks_that_are_exact_or_refused(name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_scores_and_masks_that_are_refused(name: str) -> None:
     torch._dynamo.reset()
-    with contextlib.suppress(LongstrawError):
-        assert_same(Written(**EXACT_OR_REFUSED[name]), *inputs(prompt=11, response=6))
+    written, why = REFUSED[name]
+    with pytest.raises(LongstrawError, match=why):
+        assert_same(Written(**written), *inputs(prompt=11, response=6))
+
+
+def test_keys_gathered_by_a_selection_in_the_model_are_refused() -> None:
+    class Gathers(Written):
+        def attend(self, x: Tensor) -> Tensor:
+            scores = self.index_query(x)[..., :4] @ self.index_key(x).mT
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            places = scores.masked_fill(~causal, float("-inf")).topk(2, -1).indices
+            rows = torch.arange(x.shape[0])[:, None, None]
+            return super().attend(x) + self.heads(self.value(x)[rows, places].sum(2), 2).repeat_interleave(2, 1)
+
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match="picks tokens or rows by index"):
+        assert_same(Gathers(), *inputs())

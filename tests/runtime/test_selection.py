@@ -28,7 +28,7 @@ def score(query: Tensor, weights: Tensor, key: Tensor) -> Tensor:
 
 def chooser(k: int) -> Chooser:
     graph = fx.symbolic_trace(score)
-    return Chooser((0,), (), True, k, graph, (1, 1), HEADS, "", "")
+    return Chooser((0,), (), k, graph, (1, 1), HEADS, "", "")
 
 
 def indexer(*, ties: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +54,8 @@ def spans(cuts: list[int], k: int, query: Tensor, weights: Tensor, key: Tensor) 
     for lo, hi in itertools.pairwise([0, *cuts, TOKENS]):
         pieces = [selection.Piece(a, (key[:, :, a:b],)) for a, b in ((0, lo // 2), (lo // 2, lo), (lo, hi)) if a < b]
         queries = [query[:, lo:hi], weights[:, lo:hi]]
-        arguments = {"start": lo, "tokens": hi - lo, "row_tokens": TOKENS}
-        found.append(selection.choose(chooser(k), queries, (), pieces, CausalBlocks(), **arguments))
+        candidates = selection.Candidates(chooser(k), queries, (), pieces, CausalBlocks(), lo)
+        found.append(selection.choose(candidates, tokens=hi - lo, row_tokens=TOKENS))
     return torch.cat(found, 1)
 
 
