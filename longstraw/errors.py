@@ -109,6 +109,10 @@ class MissingExtra(LongstrawError, ImportError):
     """An option needs a package that is not installed."""
 
 
+class TierFull(LongstrawError, OSError):
+    """There is no room for captured state where it was told to rest."""
+
+
 class StateMisuse(LongstrawError, RuntimeError):
     """Captured state was read after release, released twice, or leaked."""
 

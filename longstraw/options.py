@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,8 @@ class Options:
         replay_rows: responses replayed together, or "auto".
         boundary_every: unwind starts again at every how many-th span of the prompt from saved boundary states (those of
             recurrences and convolutions) and computes the ones between anew, or "auto": 1 until they take 256 MiB.
+        state_tier: where captured state rests between the spans that read it: "device", "host" (pinned memory), or a
+            folder for files. Results are the same, bit for bit.
         page_tokens: a prefix that only some rows share is captured once when it has at least this many tokens.
         grad_dtype: accumulation dtype of state and parameter gradients (never narrower than the tensor's own).
         inner_backend: what runs graphs without a model, and the segment graphs between their attentions: "eager",
@@ -38,6 +41,7 @@ class Options:
     span_tokens: int | Literal["auto"] = "auto"
     replay_rows: int | Literal["auto"] = "auto"
     boundary_every: int | Literal["auto"] = "auto"
+    state_tier: str = "device"
     page_tokens: int = 64
     grad_dtype: torch.dtype = torch.float32
     inner_backend: str | Any = "eager"
@@ -52,6 +56,7 @@ class Options:
             if getattr(self, name) != "auto":
                 _positive(name, getattr(self, name), or_auto=True)
         _positive("page_tokens", self.page_tokens)
+        object.__setattr__(self, "state_tier", _tier(self.state_tier))
         if isinstance(self.grad_dtype, str):
             _one_of("grad_dtype", self.grad_dtype, tuple(_GRAD_DTYPES))
             object.__setattr__(self, "grad_dtype", _GRAD_DTYPES[self.grad_dtype])
@@ -78,6 +83,18 @@ class Options:
                 remedy=f"Known options: {', '.join(known)}.",
             )
         return cls(**given)
+
+
+def _tier(value: object) -> str:
+    """Return "device", "host", or the path of a folder that files can be made in."""
+    if value in ("device", "host"):
+        return str(value)
+    folder = os.path.expanduser(os.fspath(value)) if isinstance(value, str | os.PathLike) else None
+    if folder is None or not os.path.isdir(folder):
+        raise OptionsError(f"state_tier={value!r}: expected 'device', 'host', or a folder that exists.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OptionsError(f"state_tier={value!r}: files can't be made in this folder.")
+    return os.path.abspath(folder)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

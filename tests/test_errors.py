@@ -367,6 +367,8 @@ def test_values_that_are_not_finite_are_passed_on(value: float) -> None:
         ({"prompt_grad": "some"}, ("prompt_grad='some'", "'exact', 'none'")),
         ({"grad_dtype": torch.int32}, ("torch.int32", "floating point")),
         ({"grad_dtype": "float7"}, ("'float7'", "'float64'")),
+        ({"state_tier": "hots"}, ("state_tier='hots'", "a folder that exists")),
+        ({"state_tier": 3}, ("state_tier=3", "'device', 'host'")),
         ({"progress": 3}, ("progress=3", "True or False")),
         ({"check": "all"}, ("check='all'", "'numbers'")),
         ({"rules": (3,)}, ("rules=(3,)", "longstraw.Rule")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import backend, explain
-from longstraw.runtime import attention, mixing, selection, transaction
+from longstraw.runtime import attention, mixing, selection, tiers, transaction
 from tests.models import zoo
 from tests.steps import STEPS
 
@@ -96,6 +97,32 @@ def test_peak_grows_with_the_prompt_by_its_state(live: Live, prompt_grad: str, c
     peaks = [peak(live, step, model, STEP.inputs(model, prompt=p, response=8, group=2)) for p in (128, 384)]
     slope = (peaks[1] - peaks[0]) / 256
     assert copies * STATE_BYTES <= slope <= 1.3 * copies * STATE_BYTES
+
+
+def test_peak_does_not_grow_with_a_prompt_whose_state_is_in_files(
+    live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_files = 0
+    mapped = tiers._mapped
+
+    def uncounted(*args: Any) -> Tensor:
+        nonlocal in_files
+        with torch.utils._python_dispatch._disable_current_modes():
+            found = mapped(*args)
+        in_files += found.numel() * found.element_size()
+        return found
+
+    monkeypatch.setattr(tiers, "_mapped", uncounted)
+    model = zoo.build("llama", layers=LAYERS)
+    step = compiled(span_tokens=16, state_tier=str(tmp_path))
+    peaks, sizes = [], []
+    for prompt in (128, 384):
+        in_files = 0
+        peaks.append(peak(live, step, model, STEP.inputs(model, prompt=prompt, response=8, group=2)))
+        sizes.append(in_files)
+    assert sizes[1] - sizes[0] >= 256 * 2 * STATE_BYTES  # state and its gradients
+    # Token ids, masks and what attention stages, which is less than the state of a layer.
+    assert (peaks[1] - peaks[0]) / 256 < 2 * STATE_BYTES / LAYERS
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ are never repeated. Temporaries are bounded by the tile sizes below.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,10 +160,9 @@ class _Span:
     def keys(self, part: KeyPart, *, differentiable: bool) -> _Keys:
         """Return the part's keys and values, built where they are; `differentiable` keeps the graph of the building."""
         if part.source < 0:
-            kept = self._cut(part, self.call.start, self.key), self._cut(part, self.call.start, self.value)
+            kept = self._own(part, self.key), self._own(part, self.value)
         else:
-            held = self.call.earlier[part.source]
-            kept = self._cut(part, held.start, held.key), self._cut(part, held.start, held.value)
+            kept = self.call.earlier[part.source].read(part.k0, part.k1)
         if self.call.build is None:
             return _Keys(*kept)
         latents = kept[0].detach()
@@ -171,6 +170,15 @@ class _Span:
             latents.requires_grad_(differentiable)
             key, value = self.call.build.function(latents.shape[0], latents.shape[2], *self.build_inputs, latents)
         return _Keys(key, value, latents)
+
+    def in_turn(self, parts: Sequence[KeyPart], *, differentiable: bool) -> Iterator[tuple[KeyPart, _Keys]]:
+        """Yield parts and their keys, those of the next part on their way to the device."""
+        for i, part in enumerate(parts):
+            keys = self.keys(part, differentiable=differentiable)
+            if i + 1 < len(parts) and parts[i + 1].source >= 0:
+                following = parts[i + 1]
+                self.call.earlier[following.source].prefetch(following.k0, following.k1)
+            yield part, keys
 
     def send(
         self,
@@ -210,7 +218,7 @@ class _Span:
         sources = [keys.latents, *(self.build_inputs[i] for i in wanted)]
         found = torch.autograd.grad([x for x, _ in pairs], sources, [g for _, g in pairs], allow_unused=True)
         if targets[0] is not None and found[0] is not None:
-            targets[0].add_(found[0])
+            targets[0].add_(found[0].to(targets[0].device))
         for i, grad in zip(wanted, found[1:], strict=True):
             total = build_grads[i]
             if total is not None and grad is not None:
@@ -219,16 +227,11 @@ class _Span:
     def accumulators(self, part: KeyPart, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Where the gradients of the part's keys and values go; `grad_key` and `grad_value` are the span's own."""
         if part.source < 0:
-            return self._cut(part, self.call.start, grad_key), self._cut(part, self.call.start, grad_value)
-        held = self.call.earlier[part.source]
-        return self._cut(part, held.start, held.key_grad), self._cut(part, held.start, held.value_grad)
+            return self._own(part, grad_key), self._own(part, grad_value)
+        return self.call.earlier[part.source].accumulators(part.k0, part.k1)
 
-    @overload
-    def _cut(self, part: KeyPart, start: int, x: Tensor) -> Tensor: ...
-    @overload
-    def _cut(self, part: KeyPart, start: int, x: Tensor | None) -> Tensor | None: ...
-    def _cut(self, part: KeyPart, start: int, x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[:, :, part.k0 - start : part.k1 - start]
+    def _own(self, part: KeyPart, x: Tensor) -> Tensor:
+        return x.narrow(2, part.k0 - self.call.start, part.k1 - part.k0)
 
 
 class _FoldedQueries:
@@ -304,8 +307,8 @@ class _Attend(torch.autograd.Function):
         for q0, q1, parts in plan:
             folded = _FoldedQueries(span, q0, q1)
             here = (slice(None), slice(None), slice(None), slice(q0 - call.start, q1 - call.start))
-            for part in parts:
-                kernel, fold, tile, _ = folded.part(part, span.keys(part, differentiable=False))
+            for part, keys in span.in_turn(parts, differentiable=False):
+                kernel, fold, tile, _ = folded.part(part, keys)
                 part_out, part_lse = kernel.forward(tile)
                 merge_into(split_out[here], split_lse[here], fold.undo(part_out), fold.undo(part_lse))
         if sink is not None:
@@ -340,8 +343,7 @@ class _Attend(torch.autograd.Function):
         weightless = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(score - inf) = 0, whatever the score
         for q0, q1, parts in ctx.plan:
             folded = _FoldedQueries(span, q0, q1, grad_out, out, weightless)
-            for part in parts:
-                keys = span.keys(part, differentiable=True)
+            for part, keys in span.in_turn(parts, differentiable=True):
                 kernel, fold, tile, others = folded.part(part, keys)
                 grads = kernel.backward(tile, *others)
                 split_query[:, :, :, q0 - call.start : q1 - call.start].add_(fold.undo(grads.query))

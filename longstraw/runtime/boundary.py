@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longstraw.errors import StateMisuse
+from longstraw.runtime.tiers import Tier
 
 States = tuple[Tensor, ...]
 
@@ -23,10 +24,11 @@ class Boundaries:
         first: the states before the node's first token; they belong to the node before.
         start: that token.
         owner: who owns the others, for messages.
+        tier: where those that are kept rest.
     """
 
-    def __init__(self, first: Sequence[Tensor], *, start: int, owner: str) -> None:
-        self.start, self._owner = start, owner
+    def __init__(self, first: Sequence[Tensor], *, start: int, owner: str, tier: Tier) -> None:
+        self.start, self._owner, self._tier = start, owner, tier
         self._at: dict[int, States] = {start: tuple(first)}
         self._passing: int | None = None
         self._grads: dict[int, list[Tensor | None]] = {}
@@ -37,7 +39,7 @@ class Boundaries:
             return ()
         if token not in self._at:
             raise StateMisuse(f"{self._owner}: the boundary states before token {token} are not held.")
-        return self._at[token]
+        return tuple(self._tier.load(state) for state in self._at[token])
 
     def nearest(self, token: int) -> int:
         """Return the last token up to this one whose states are held."""
@@ -47,7 +49,7 @@ class Boundaries:
         """Hold the states before a token; without `keep` only until the next are saved."""
         if self._passing is not None:
             del self._at[self._passing]
-        self._at[token] = tuple(_own(state) for state in states)
+        self._at[token] = tuple(self._tier.keep(state, owner=self._owner) for state in states)
         self._passing = None if keep else token
 
     def drop(self, token: int) -> None:
@@ -75,8 +77,3 @@ class Boundaries:
         held = [t for token, states in self._at.items() if token != self.start for t in states]
         held += [grad for grads in self._grads.values() for grad in grads if grad is not None]
         return sum(t.numel() * t.element_size() for t in held)
-
-
-def _own(state: Tensor) -> Tensor:
-    """Return a state in memory of its own: a view, such as the last tokens of a span, would keep the whole alive."""
-    return state.clone() if state.untyped_storage().nbytes() > state.numel() * state.element_size() else state

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longstraw.runtime.tiers import Staging
+
 QUERY_TILE = 2048  # queries of a part
 MASK_TILE = 512  # keys of a part with a mask or with all its scores in memory; queries too, unless causal
 CUT = 128  # mixed runs of keys no longer than this are not cut further
@@ -23,7 +25,8 @@ class KeyRange:
     """Keys and values of a run of consecutive tokens captured before the span.
 
     The gradients are accumulators of the same layout, of any dtype at least as wide; None: no gradient wanted.
-    With one row the range is shared by all rows.
+    With one row the range is shared by all rows. Where keys and values are one tensor (latents), it stands in both.
+    With `staging` they rest on another tier than the device, and so do their gradients.
     """
 
     start: int
@@ -31,6 +34,32 @@ class KeyRange:
     value: Tensor  # [rows or 1, value_heads, n, value_width]
     key_grad: Tensor | None
     value_grad: Tensor | None
+    staging: Staging | None = None
+
+    def read(self, k0: int, k1: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the tokens k0 to k1 (absolute) on the device."""
+        key, value = self._cut(self.key, k0, k1), self._cut(self.value, k0, k1)
+        if self.staging is not None:
+            key = self.staging.load(key)
+            value = key if self.value is self.key else self.staging.load(value)
+        return key, value
+
+    def prefetch(self, k0: int, k1: int) -> None:
+        """Begin to bring what `read` will be asked for."""
+        if self.staging is not None:
+            for x in (self.key,) if self.value is self.key else (self.key, self.value):
+                self.staging.prefetch(self._cut(x, k0, k1))
+
+    def accumulators(self, k0: int, k1: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return where the gradients of the keys and values of these tokens are summed."""
+        key, value = self.key_grad, self.value_grad
+        return (
+            None if key is None else self._cut(key, k0, k1),
+            None if value is None else self._cut(value, k0, k1),
+        )
+
+    def _cut(self, x: Tensor, k0: int, k1: int) -> Tensor:
+        return x.narrow(2, k0 - self.start, k1 - k0)
 
 
 class Blocks(Protocol):

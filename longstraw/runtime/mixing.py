@@ -124,7 +124,8 @@ class Mixing:
         blocks = self._blocks[len(self._sites) + chooser]
         ranges = [self._earlier(slot, slot, blocks) for slot in known.key_slots]
         pieces = [
-            selection.Piece(parts[0].start, tuple(part.key for part in parts)) for parts in zip(*ranges, strict=True)
+            selection.Piece(parts[0].start, tuple(part.key for part in parts), parts[0].staging)
+            for parts in zip(*ranges, strict=True)
         ]
         candidates = selection.Candidates(known, queries, others, [*pieces, selection.Piece(lo, keys)], blocks, lo)
         return selection.choose(candidates, tokens=hi - lo, row_tokens=self._row_tokens)

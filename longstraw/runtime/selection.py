@@ -21,6 +21,7 @@ from longstraw.errors import UnsupportedMask
 from longstraw.runtime.blocks import Blocks, Verdict
 from longstraw.runtime.key_parts import KeyRange
 from longstraw.runtime.merge import accumulate_dtype
+from longstraw.runtime.tiers import Staging
 from longstraw.stages import Chooser
 
 TILE_BYTES = 32 << 20
@@ -32,10 +33,19 @@ QUERIES = 256  # of a tile of scores
 
 
 class Piece(NamedTuple):
-    """Key-side values of the tokens from `start` on, each `[rows or 1, heads, tokens, width]`."""
+    """Key-side values of the tokens from `start` on, each `[rows or 1, heads, tokens, width]`.
+
+    With `staging` they rest on another tier than the device.
+    """
 
     start: int
     values: tuple[Tensor, ...]
+    staging: Staging | None = None
+
+    def read(self, k0: int, k1: int) -> list[Tensor]:
+        """Return the values of the tokens k0 to k1 (absolute) on the device."""
+        parts = [x.narrow(2, k0 - self.start, k1 - k0) for x in self.values]
+        return parts if self.staging is None else [self.staging.load(part) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ class _Tile:
                 verdict = blocks.verdict(self.q0, self.q1, k0, k1)
                 if verdict == "none":
                     continue
-                keys = [x.narrow(2, k0 - piece.start, k1 - k0) for x in piece.values]
+                keys = piece.read(k0, k1)
                 scores = self.chooser.score(*self.queries, *keys, *self.candidates.others)
                 if verdict == "mixed":
                     block = blocks.tensor(self.q0, self.q1, k0, k1)[:, 0]
@@ -246,7 +256,8 @@ def _gather(places: Sequence[_Place], own: Tensor, earlier: Sequence[Tensor], ro
     for place in places:
         source = (own if place.source < 0 else earlier[place.source]).transpose(1, 2)
         row = place.row if source.shape[0] > 1 else torch.zeros_like(place.row)
-        found[place.row, place.entry] = source[row, place.at]
+        picked = source[row.to(source.device), place.at.to(source.device)]
+        found[place.row, place.entry] = picked.to(own.device)
     return found
 
 
@@ -259,7 +270,7 @@ def _scatter(places: Sequence[_Place], grad: Tensor, own: Tensor, earlier: Seque
         target, more = target.transpose(1, 2), grad[place.row, place.entry].to(target.dtype)
         for row in range(target.shape[0]):
             here = slice(None) if target.shape[0] == 1 else place.row == row
-            target[row].index_add_(0, place.at[here], more[here])
+            target[row].index_add_(0, place.at[here].to(target.device), more[here].to(target.device))
 
 
 def _weighted(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:

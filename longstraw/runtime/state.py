@@ -1,4 +1,4 @@
-"""Captured state of one node of the prefix tree: preallocated, contiguous, with gradients of the same layout.
+"""Captured state of one node of the prefix tree: preallocated on its tier, with gradients of the same layout.
 
 A store is owned by the node that allocated it. Tokens are appended in order; `restore` says how many of them the next
 span sees; after `release` every use is an error. Tokens that no later token can see (outside a sliding window, padding)
@@ -16,6 +16,7 @@ from torch import Tensor
 from longstraw.errors import StateMisuse
 from longstraw.runtime.boundary import Boundaries
 from longstraw.runtime.key_parts import KeyRange
+from longstraw.runtime.tiers import Tier
 from longstraw.stages import Slot
 
 
@@ -63,7 +64,7 @@ class Store:
         owner: who owns it, for messages.
         rows: number of rows (1 for a shared prefix).
         start, stop: row coordinates.
-        device: where it lives.
+        tier: where it rests.
         boundary: boundary states before the first token.
     """
 
@@ -76,16 +77,17 @@ class Store:
         rows: int,
         start: int,
         stop: int,
-        device: torch.device,
+        tier: Tier,
         boundary: Sequence[Tensor] = (),
     ) -> None:
-        self.boundaries = Boundaries(boundary, start=start, owner=owner)
+        self.boundaries = Boundaries(boundary, start=start, owner=owner, tier=tier)
         self.owner, self.start, self.stop = owner, start, stop
         self.visible = start
         self._kept = tuple(kept)
         self._written = start
+        self._tier = tier
         self._values: list[Tensor] | None = [
-            torch.empty((rows, slot.heads, kept.total, slot.width), dtype=slot.dtype, device=device)
+            tier.empty((rows, slot.heads, kept.total, slot.width), slot.dtype, owner=owner)
             for slot, kept in zip(slots, kept, strict=True)
         ]
         self._learns = [slot.learns for slot in slots]
@@ -115,7 +117,7 @@ class Store:
     def track_gradients(self, dtype: torch.dtype) -> None:
         """Allocate gradients, zero, in at least `dtype`, for the slots that gradients reach."""
         self._grads = [
-            torch.zeros_like(value, dtype=torch.promote_types(value.dtype, dtype)) if learns else None
+            self._tier.zeros(value.shape, torch.promote_types(value.dtype, dtype), owner=self.owner) if learns else None
             for value, learns in zip(self._alive(), self._learns, strict=True)
         ]
 
@@ -128,17 +130,20 @@ class Store:
         """Return the visible keys and values from token `since` on, with their gradient accumulators."""
         stores = self._alive()
         assert self._kept[key_slot] == self._kept[value_slot], "keys and values of an attention are kept together"
+        grads = self._grads or [None] * len(stores)
         found = []
         for lo, hi, place in self._kept[key_slot].overlaps(max(since, self.start), self.visible):
-            parts: list[Tensor | None] = [stores[slot].narrow(2, place, hi - lo) for slot in (key_slot, value_slot)]
-            for slot in (key_slot, value_slot):
-                grad = None if self._grads is None else self._grads[slot]
-                parts.append(None if grad is None else grad.narrow(2, place, hi - lo))
-            found.append(KeyRange(lo, *parts))  # type: ignore[arg-type]
+            cut = {slot: stores[slot].narrow(2, place, hi - lo) for slot in (key_slot, value_slot)}
+            sums = [grads[slot] for slot in (key_slot, value_slot)]
+            sums = [None if grad is None else grad.narrow(2, place, hi - lo) for grad in sums]
+            found.append(KeyRange(lo, cut[key_slot], cut[value_slot], sums[0], sums[1], self._tier.staging))
         return found
 
     def gradients(self, lo: int, hi: int) -> list[Tensor | None]:
-        """Return the accumulated gradients of tokens `lo` to `hi`, one for each slot; zero for tokens not kept."""
+        """Return the accumulated gradients of tokens `lo` to `hi`, one for each slot; zero for tokens not kept.
+
+        They are on the device.
+        """
         self._alive()
         assert self._grads is not None, "gradients are tracked"
         found: list[Tensor | None] = []
@@ -148,9 +153,9 @@ class Store:
                 continue
             parts = kept.overlaps(lo, hi)
             if len(parts) == 1 and parts[0][:2] == (lo, hi):
-                found.append(grad.narrow(2, parts[0][2], hi - lo))
+                found.append(self._tier.load(grad.narrow(2, parts[0][2], hi - lo)))
                 continue
-            whole = grad.new_zeros((*grad.shape[:2], hi - lo, grad.shape[3]))
+            whole = grad.new_zeros((*grad.shape[:2], hi - lo, grad.shape[3]), device=self._tier.device)
             for a, b, place in parts:
                 whole.narrow(2, a - lo, b - a).copy_(grad.narrow(2, place, b - a))
             found.append(whole)
@@ -160,7 +165,9 @@ class Store:
         """Give the memory back; the store can't be used afterwards."""
         self._alive()
         self._values = self._grads = None
-        self.boundaries = Boundaries((), start=self.start, owner=self.owner)
+        self.boundaries = Boundaries((), start=self.start, owner=self.owner, tier=self._tier)
+        if self._tier.staging is not None:
+            self._tier.staging.forget()
 
     @property
     def released(self) -> bool:

@@ -27,6 +27,7 @@ from longstraw.runtime.progress import Advance, bar, unseen
 from longstraw.runtime.row_comparison import RowComparison
 from longstraw.runtime.spans import Runner, SpanGraph
 from longstraw.runtime.state import Store
+from longstraw.runtime.tiers import Tier
 from longstraw.stages import Located, Runs, Stateful
 
 TILE_BYTES = 16 << 20
@@ -77,6 +78,7 @@ class BranchRun:
         self.differentiable = self._differentiable()
         self.tree = self._build_tree()
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
+        self.tier = Tier(self.options.state_tier, self.device)
         self.root_store: Store | None = None
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
@@ -189,7 +191,7 @@ class BranchRun:
             rows=node.num_rows,
             start=node.start,
             stop=stop,
-            device=self.device,
+            tier=self.tier,
             boundary=path[-1].boundaries.at(node.start) if path else self._first_boundary(),
         )
 

@@ -12,6 +12,7 @@ from longstraw.runtime import prefix_tree
 from longstraw.runtime.blocks import CausalBlocks
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.state import Kept, Store, merged
+from longstraw.runtime.tiers import Tier
 from longstraw.runtime.visibility import first_seen
 from longstraw.stages import Slot
 
@@ -20,7 +21,9 @@ SLOTS = (Slot("key", 2, 3, torch.float32, ""), Slot("value", 2, 5, torch.float32
 
 def store(*runs: tuple[int, int], start: int = 0, stop: int = 10) -> Store:
     kept = merged(runs)
-    return Store(SLOTS, (kept, kept), owner="the test", rows=1, start=start, stop=stop, device=torch.device("cpu"))
+    return Store(
+        SLOTS, (kept, kept), owner="the test", rows=1, start=start, stop=stop, tier=Tier("device", torch.device("cpu"))
+    )
 
 
 def values(lo: int, hi: int) -> list[torch.Tensor]:

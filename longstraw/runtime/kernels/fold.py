@@ -50,4 +50,4 @@ class Fold:
     def add_keys_grad(self, target: Tensor, grad: Tensor) -> None:
         """Add [units, n, width] to an accumulator [rows or 1, key_heads, n, width]."""
         grad = grad.unflatten(0, (target.shape[0], target.shape[1], -1))
-        target.add_(grad[:, :, 0] if grad.shape[2] == 1 else grad.sum(2))
+        target.add_((grad[:, :, 0] if grad.shape[2] == 1 else grad.sum(2)).to(target.device))
