@@ -28,6 +28,7 @@ from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_structured
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
@@ -237,6 +238,12 @@ def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
             stack.enter_context(mode)
         stack.enter_context(fx.traceback.preserve_node_meta())
         return make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
+
+
+def fake_mode(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return the mode that the first fake tensor of a structure belongs to; one that does nothing without any."""
+    modes = [leaf.fake_mode for leaf in pytree.tree_leaves(value) if hasattr(leaf, "fake_mode")]
+    return modes[0] if modes else contextlib.nullcontext()
 
 
 def shape_env(fakes: Sequence[Any]) -> ShapeEnv | None:

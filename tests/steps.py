@@ -314,6 +314,13 @@ def score_only(model, prompt, responses):
         return response_logp(model, prompt, responses)
 
 
+def autocast_float32_logp(model, prompt, responses, mask, old_logp, advantages):
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+    return row_mean(clipped(selected_logp(logits.float(), responses), old_logp, advantages), mask)
+
+
 def autocast_inside(model, prompt, responses, mask, old_logp, advantages):
     with torch.autocast("cpu", torch.bfloat16):
         logp = response_logp(model, prompt, responses)
@@ -525,6 +532,7 @@ STEPS: dict[str, Step] = {
     "under_no_grad": Step(grpo, backward="nobody", context=torch.no_grad),
     "autocast_outside": Step(grpo, context=bfloat16_autocast, dtype=torch.float32),
     "autocast_inside": Step(autocast_inside, dtype=torch.float32),
+    "autocast_float32_logp": Step(autocast_float32_logp, dtype=torch.float32),
     "train_mode": Step(grpo, prepare=nn.Module.train),
     "two_calls_accumulate": Step(grpo, calls=2),
     "two_calls_accumulate_inside": Step(backward_inside, backward="step", calls=2, one_graph=False),

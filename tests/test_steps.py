@@ -18,7 +18,7 @@ ALL_SPANS = ("grpo", "padded_batch", "full_logits_masked", "entropy_bonus", "bac
 
 # Against float64: two roundings of bfloat16 differ from each other by more than from the truth.
 # Steps that round, and what eager is off by at least (a check that float64 really is the other side).
-LOW_PRECISION = {"autocast_inside": 1e-3, "autocast_outside": 1e-3, "float32_logp": 1e-7}
+LOW_PRECISION = {"autocast_inside": 1e-3, "autocast_outside": 1e-3, "autocast_float32_logp": 1e-3, "float32_logp": 1e-7}
 
 
 def spans() -> list[pytest.ParameterSet]:
@@ -61,6 +61,33 @@ def test_low_precision_is_as_close_to_float64_as_eager(name: str, span_tokens: i
     eager, ours = (gradients(f, model, inputs, step.context) for f in (step.function, compiled))
     assert (eager - truth).norm() > LOW_PRECISION[name] * truth.norm(), "the step rounds"
     assert (ours - truth).norm() <= 1.1 * (eager - truth).norm()
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_scores_under_autocast_are_computed_in_the_dtype_that_the_step_names(where: str) -> None:
+    """Logits are bfloat16 there, which a trace before autocast takes for float32: the cast must not be dropped."""
+    step = STEPS["grpo"]
+    model = zoo.build("qwen3", dtype=torch.float32)
+    inputs = step.inputs(model, prompt=20, response=12)
+    mixed = torch.autocast("cpu", torch.bfloat16)
+
+    def scores(model, prompt, responses, context):
+        ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+        with context:
+            logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+        return torch.log_softmax(logits.to(torch.float32), -1).gather(-1, responses[..., None]).squeeze(-1)
+
+    compiled = torch.compile(scores, backend="longstraw", options={"span_tokens": 7, "page_tokens": 4})
+    given = inputs["prompt"], inputs["responses"]
+    nothing = contextlib.nullcontext()
+    with torch.no_grad():
+        exact = scores(copy.deepcopy(model).double(), *given, nothing)
+        with mixed if where == "around" else nothing:
+            eager, ours = (f(model, *given, mixed if where == "inside" else nothing) for f in (scores, compiled))
+    for found in (eager, ours):  # the softmax was computed in float32
+        assert found.dtype == torch.float32 and not torch.equal(found.to(torch.bfloat16).float(), found)
+    errors = [(x - exact).square().mean().sqrt() for x in (eager, ours)]
+    assert errors[1] <= 1.2 * errors[0]
 
 
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.one_graph])

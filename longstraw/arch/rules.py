@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from longstraw import compat
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
 from longstraw.layout import Dim, Layout, Probe, Rows, Sizes, Tokens, has
 from longstraw.stages import SpanForm
@@ -73,7 +74,8 @@ def tensors(value: Any) -> list[fx.Node]:
 def emit(graph: fx.Graph, like: fx.Node, op: Any, *args: Any) -> fx.Node:
     """Insert an op at the graph's insertion point: with the fake value of its result, and `like`'s line and modes."""
     node = graph.call_function(op, args)
-    node.meta = {**like.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"]))}
+    with compat.autocast_state(like.meta.get("autocast", ())):
+        node.meta = {**like.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"]))}
     return node
 
 

@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from longstraw import compat
 from longstraw.passes.functional import is_its_operand
 
 aten = torch.ops.aten
+
+
+def resolve_dtypes(graph: fx.Graph) -> None:
+    """Give every node the fake value that it has under autocast: the trace is made before autocast acts.
+
+    Autocast that surrounds the compiled step is in force while it is compiled, and Dynamo guards it. Only nodes whose
+    dtype changes, and what follows from them, get another value.
+    """
+    changed: set[fx.Node] = set()
+    with contextlib.ExitStack() as opened:
+        switches: list[contextlib.ExitStack] = []
+        for node in graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name == "_enter_autocast":
+                switches.append(contextlib.ExitStack())
+                opened.push(switches[-1])
+                switches[-1].enter_context(compat.autocast_state((_entered(node),)))
+            elif name == "_exit_autocast":
+                switches.pop().close()
+            elif _may_change(node, changed):
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                with torch.no_grad(), compat.fake_mode(node.meta["val"]):
+                    value = node.target(*args, **kwargs)
+                if _dtypes(value) != _dtypes(node.meta["val"]) or not changed.isdisjoint(node.all_input_nodes):
+                    node.meta["val"] = value
+                    changed.add(node)
+
+
+def _may_change(node: fx.Node, changed: set[fx.Node]) -> bool:
+    if node.op != "call_function" or not _dtypes(node.meta.get("val")):
+        return False
+    acts = any(torch.is_autocast_enabled(x.device.type) for x in _tensors(node.meta["val"]))
+    return acts or not changed.isdisjoint(node.all_input_nodes)
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [x.dtype for x in _tensors(value)]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def _entered(node: fx.Node) -> tuple[str, bool, torch.dtype]:
+    device, dtype, enabled = node.args[:3]
+    return device, bool(enabled), dtype or torch.get_autocast_dtype(device)  # type: ignore[arg-type,return-value]
 
 
 def resolve_modes(graph: fx.Graph) -> None:
@@ -29,8 +78,7 @@ def resolve_modes(graph: fx.Graph) -> None:
             grad = bool(node.args[0])
             switches.append(node)
         elif node.op == "call_function" and name == "_enter_autocast":
-            device, dtype, enabled = node.args[:3]
-            casts.append((device, bool(enabled), dtype or torch.get_autocast_dtype(device)))
+            casts.append(_entered(node))
             switches.append(node)
         elif node.op == "call_function" and name == "_exit_autocast":
             casts.pop()

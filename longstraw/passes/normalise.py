@@ -23,7 +23,7 @@ from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
-from longstraw.passes.modes import resolve_modes
+from longstraw.passes.modes import resolve_dtypes, resolve_modes
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Normalised, Traced
 
@@ -34,6 +34,7 @@ _END = 2**62
 def normalise(traced: Traced) -> Normalised:
     """Return the step with one spelling per meaning."""
     module = copy_graph(traced.module)
+    resolve_dtypes(module.graph)
     _refuse_batch_statistics(module.graph)
     _drop_dropout(module.graph)
     make_functional(module.graph, trained=frozenset(i.name for i in traced.inputs if i.requires_grad))

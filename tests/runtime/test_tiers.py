@@ -1,4 +1,4 @@
-"""State that rests elsewhere than on the device: the same bits, a few parts of it on the device, no files left behind."""
+"""State that rests elsewhere than on the device: the same bits, a few parts staged, no files left behind."""
 
 from __future__ import annotations
 
