@@ -12,6 +12,7 @@ from longstraw import compat, invariants
 from longstraw.arch import installed_rules
 from longstraw.arch.functions import opaque_functions
 from longstraw.errors import (
+    SHORT_ROW,
     LongstrawError,
     MixesRows,
     MixesTokens,
@@ -111,7 +112,7 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
         try:
             program = build(piece, options=options, observe=observe)
         except StaticTokens as error:
-            if error.tokens > _SHORT_ROW or options.prompt_grad != "exact" or observe is not None:
+            if error.tokens > SHORT_ROW or options.prompt_grad != "exact" or observe is not None:
                 raise
             return piece.forward
         if program is None:
@@ -121,10 +122,6 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
 
     return split_at_backward(gm, compile_piece=compile_piece)
 
-
-_SHORT_ROW = 4
-"""Dynamo takes sizes of 1 for constants, and so the length of a row of very few tokens. There is nothing to save in
-such a row: its graph runs as it was traced."""
 
 PASSES: tuple[Callable[[Any], Any], ...] = (
     normalise,

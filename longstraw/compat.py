@@ -22,6 +22,7 @@ from torch import fx
 from torch._dynamo import trace_rules
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import PolyfilledFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import TracingContext, tracing
@@ -159,10 +160,32 @@ def _symbolic_sizes() -> Iterator[contextlib.ExitStack]:
                 specialize_float=True,  # but Python floats stay plain numbers
             )
         )
+        stack.enter_context(_leaves_inside())
         # Equal sizes must not share a symbol: P may equal R in the first call only.
         stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         yield stack
 
+
+@contextlib.contextmanager
+def _leaves_inside() -> Iterator[None]:
+    """Let results depend on values inside the frame that had `requires_grad_()` called on them.
+
+    Dynamo ends the graph there for the sake of AOTAutograd, which loses the call.
+    """
+    check = getattr(OutputGraph, _LEAF_CHECK, None)
+    if check is None:  # this release of Dynamo always ends the graph there
+        yield
+        return
+    setattr(OutputGraph, _LEAF_CHECK, lambda self, results, tx: None)
+    try:
+        yield
+    finally:
+        setattr(OutputGraph, _LEAF_CHECK, check)
+
+
+_LEAF_CHECK = "_check_requires_grad_intermediate_outputs"
+allow_leaf_inside = torch._C._functorch.set_inplace_requires_grad_allowed
+"""What Dynamo writes before and after `requires_grad_()` on a value inside the graph."""
 
 _tracing = _Tracing()
 
@@ -206,7 +229,8 @@ def trace_backward_inside(
 def retrace_as_usual(gm: fx.GraphModule) -> None:
     """Make Dynamo trace a frame again with the sizes it would choose by itself (raises), if that can differ."""
     symbolic = any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in gm.graph.nodes)
-    if symbolic and _tracing.make_static():
+    leaves = any(node.target is allow_leaf_inside for node in gm.graph.nodes)
+    if (symbolic or leaves) and _tracing.make_static():
         raise _Retrace(restart_reason="longstraw leaves this graph to the inner backend")
 
 

@@ -71,6 +71,11 @@ class PromptNotFound(LongstrawError, ValueError):
     """`prompt_grad="none"` needs to know where the prompt ends, and the step computes results for every token."""
 
 
+SHORT_ROW = 4
+"""Dynamo takes sizes of 1 for constants, and so the length of a row of very few tokens. There is nothing to save in
+such a row: a step's graph runs as it was traced."""
+
+
 class StaticTokens(LongstrawError, NotImplementedError):
     """The token dim could not be traced with a symbolic size.
 
@@ -81,11 +86,13 @@ class StaticTokens(LongstrawError, NotImplementedError):
 
     def __init__(self, tokens: int, *, where: str) -> None:
         self.tokens = tokens
+        short = f"Rows of up to {SHORT_ROW} tokens are run as traced: use longer ones here. " * (tokens <= SHORT_ROW)
         super().__init__(
             f"The number of tokens of a row was traced as the constant {tokens}.",
             where=where,
-            remedy="The model's code turns the length into a Python number or loops over tokens, as recurrent models "
-            "do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay symbolic.",
+            remedy=f"{short}The model's code turns the length into a Python number or loops over tokens, as recurrent "
+            "models do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay "
+            "symbolic.",
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch._dynamo
 
 from longstraw.errors import OptionsError
 
@@ -67,6 +68,15 @@ class Options:
         if not isinstance(self.rules, Iterable) or not all(hasattr(rule, "target") for rule in self.rules):
             raise OptionsError(f"rules={self.rules!r}: expected a tuple of longstraw.Rule and longstraw.Scan.")
         object.__setattr__(self, "rules", tuple(self.rules))
+        if isinstance(self.inner_backend, str):
+            known = torch._dynamo.list_backends(exclude_tags=())
+            if self.inner_backend not in known:
+                raise OptionsError(
+                    f"inner_backend={self.inner_backend!r}: there is no torch.compile backend of this name.",
+                    remedy=f"Known ones: {', '.join(known)}; or a function.",
+                )
+        elif not callable(self.inner_backend):
+            raise OptionsError(f"inner_backend={self.inner_backend!r}: expected the name of a backend, or a function.")
 
     @classmethod
     def of(cls, given: Options | Mapping[str, Any] | None) -> Options:

@@ -73,7 +73,7 @@ def verify(
     prompt.
 
     Args:
-        step: the step, not compiled.
+        step: the step, not compiled (or what `torch.compile` returned for it).
         *args, **kwargs: its arguments.
         options: as for `torch.compile(..., options=...)`.
 
@@ -81,6 +81,7 @@ def verify(
         ValueError: the step returns no loss, or no parameter got a gradient.
     """
     chosen = Options.of(options)
+    step = getattr(step, "_torchdynamo_orig_callable", step)
     leaves = dict(_leaves((args, kwargs)))
     saved = {name: (leaf.grad, leaf.detach().clone()) for name, leaf in leaves.items()}
     random = torch.get_rng_state()

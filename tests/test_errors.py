@@ -289,6 +289,24 @@ def test_logits_returned() -> None:
         compiled(step)(model, **inputs)
 
 
+def test_a_compiled_model() -> None:
+    model, inputs = model_and_inputs()
+    with raises(errors.WideResult, "not the model"):
+        compiled(model)(inputs["prompt"], use_cache=False)
+
+
+def test_a_leaf_made_inside_the_step_and_returned() -> None:
+    def step(model, prompt, responses, mask, old_logp, advantages):
+        ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+        logits = model(ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+        logp = logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1).detach().requires_grad_()
+        return (logp * mask).sum(), logp
+
+    model, inputs = model_and_inputs()
+    with raises(errors.UnsupportedOp, "requires_grad_() on a value", THIS_FILE, "pass it in"):
+        compiled(step)(model, **inputs)
+
+
 def test_a_loss_on_hidden_states_of_several_rows() -> None:
     def step(model, prompt, responses, mask, old_logp, advantages):
         return hidden_states(model, prompt, responses).std(0).sum()
@@ -367,6 +385,8 @@ def test_values_that_are_not_finite_are_passed_on(value: float) -> None:
         ({"prompt_grad": "some"}, ("prompt_grad='some'", "'exact', 'none'")),
         ({"grad_dtype": torch.int32}, ("torch.int32", "floating point")),
         ({"grad_dtype": "float7"}, ("'float7'", "'float64'")),
+        ({"inner_backend": "inductorr"}, ("inner_backend='inductorr'", "inductor, ")),
+        ({"inner_backend": 3}, ("inner_backend=3", "or a function")),
         ({"state_tier": "hots"}, ("state_tier='hots'", "a folder that exists")),
         ({"state_tier": 3}, ("state_tier=3", "'device', 'host'")),
         ({"progress": 3}, ("progress=3", "True or False")),

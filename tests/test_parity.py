@@ -16,6 +16,12 @@ def test_verify_finds_a_step_equal() -> None:
     assert parity.worst[1] < 1e-11 and "verdict" in str(parity)
 
 
+def test_verify_of_a_compiled_step_is_of_the_step_itself() -> None:
+    compiled = torch.compile(step, backend="longstraw", options={"prompt_grad": "none"})
+    assert longstraw.verify(compiled, Tiny(), *inputs(prompt=20)).ok
+    assert not longstraw.verify(compiled, Tiny(), *inputs(prompt=20), options={"prompt_grad": "none"}).ok
+
+
 def test_verify_shows_the_price_of_response_only_gradients() -> None:
     parity = longstraw.verify(step, Tiny(), *inputs(prompt=20), options={"prompt_grad": "none"})
     assert not parity.ok and parity.loss_error < 1e-12

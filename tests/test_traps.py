@@ -186,6 +186,29 @@ def test_gradient_checkpointing_does_not_change_the_gradient() -> None:
     assert_equal(compare(step, model, step.inputs(model), options=OPTIONS, reference=Step(repeat_prompt)))
 
 
+def checkpoint_frozen_embeddings(model: nn.Module) -> None:
+    """As adapters are trained: a hook makes the embeddings require a gradient, for checkpoints to see one."""
+    checkpoint(model)
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    model.enable_input_require_grads()
+
+
+def frozen_embeddings(model: nn.Module) -> None:
+    checkpoint(model)
+    model.get_input_embeddings().requires_grad_(False)
+
+
+@pytest.mark.parametrize("prepare", [checkpoint_frozen_embeddings, frozen_embeddings])
+def test_gradient_checkpointing_over_frozen_embeddings(prepare: Callable[[nn.Module], None]) -> None:
+    model = zoo.build("llama")
+    step = Step(repeat_prompt, prompt=5, response=2, prepare=prepare)
+    comparison = compare(step, model, step.inputs(model), options=OPTIONS)
+    assert comparison.gradients
+    assert_equal(comparison)
+
+
 def test_layers_that_share_keys_and_values() -> None:
     model = zoo.build("gemma4-shared_kv")
     comparison = compare(GRPO, model, GRPO.inputs(model), options=OPTIONS)

@@ -70,7 +70,8 @@ def dropout_error(node: fx.Node, p: float) -> DropoutActive:
     return DropoutActive(
         f"A dropout with p={p} is active: scoring and replay would draw different masks.",
         where=user_line(node.meta.get("stack_trace")),
-        remedy="Set the model's dropout probabilities to 0, or call model.eval(): gradients flow in eval mode too.",
+        remedy="Set the dropout probabilities of the model and of its adapters (lora_dropout) to 0, or call "
+        "model.eval(): gradients flow in eval mode too.",
     )
 
 

@@ -36,7 +36,8 @@ def partition(step: Located) -> Partitioned:
                 where=user_line(node.meta.get("stack_trace")),
                 remedy="Return per-token numbers (log-probabilities, entropies) or reductions of them. If you did not "
                 "mean to return it, Dynamo broke the step here (TORCH_LOGS=graph_breaks shows why), or the model keeps "
-                "it for its next call: pass use_cache=False.",
+                "it for its next call: pass use_cache=False. Compile the function that computes the loss, not the "
+                "model.",
             )
     owners = _owners(step)
     results = _find_results(step, owners)

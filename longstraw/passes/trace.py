@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from longstraw import compat
-from longstraw.errors import BadInput
+from longstraw.errors import BadInput, UnsupportedOp, user_line
 from longstraw.options import Options
 from longstraw.passes.custom_backward import check_custom_backwards, inline_forward
 from longstraw.stages import Input, Traced
@@ -36,6 +36,7 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
             raise BadInput(
                 f"{compat.source_name(node)} is empty: its shape is {shape}.", remedy="Give it at least one entry."
             )
+    _refuse_leaves_returned(gm)
     module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(
@@ -43,6 +44,18 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
         for name, node, fake in zip(names, placeholders, fakes, strict=True)
     )
     return Traced(module, inputs, options)
+
+
+def _refuse_leaves_returned(gm: fx.GraphModule) -> None:
+    """Refuse a value that the step makes a leaf of autograd and returns: its `.grad` would stay empty."""
+    returned = set(next(iter(reversed(gm.graph.nodes))).all_input_nodes)
+    for node in gm.graph.find_nodes(op="call_method", target="requires_grad_"):
+        if not returned.isdisjoint((node, node.args[0])):
+            raise UnsupportedOp(
+                "The step calls requires_grad_() on a value that it computes and returns: no gradient would reach it.",
+                where=user_line(node.meta.get("stack_trace")),
+                remedy="Make it before the step, call requires_grad_() there, and pass it in.",
+            )
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,9 @@ class _Modes:
 class _Inline(fx.Interpreter):
     """Runs a Dynamo graph for the tracer.
 
-    Checkpointed regions are inlined: replay recomputes anyway. Inference mode becomes no_grad, `.data` detach.
+    Checkpointed regions are inlined: replay recomputes anyway. Inference mode becomes no_grad, `.data` detach. A value
+    inside the graph that `requires_grad_()` was called on, as is done to frozen embeddings so that checkpoints see a
+    gradient, stays as it is: parameters' gradients are the same.
     """
 
     _inference = False
@@ -75,6 +90,8 @@ class _Inline(fx.Interpreter):
             return torch._C._set_grad_enabled(args[0].grad)
         if target is torch._C._set_grad_enabled:
             return target(args[0] and not self._inference)
+        if target is compat.allow_leaf_inside:
+            return None
         if target is compat.read_data:
             return args[0].detach()
         if target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -86,6 +103,9 @@ class _Inline(fx.Interpreter):
                 forward, kwargs.get("non_differentiable_idx", ()), lambda body: _Inline(body).run(*inputs)
             )
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if target == "requires_grad_" else super().call_method(target, args, kwargs)
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
