@@ -52,7 +52,11 @@ class Normalised:
 
 @dataclass(frozen=True)
 class Branched:
-    """find_branches: the kind of every node, and the hidden values of each pass over the tokens."""
+    """find_branches: the kind of every node, and the hidden values of each pass over the tokens.
+
+    Attributes:
+        learns: the nodes that gradients flow through, from the step's outputs to what is trained.
+    """
 
     module: fx.GraphModule
     inputs: tuple[Input, ...]
@@ -60,6 +64,7 @@ class Branched:
     sizes: Sizes
     kinds: Mapping[fx.Node, str]
     branches: tuple[tuple[fx.Node, ...], ...]
+    learns: frozenset[fx.Node]
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Located:
     sizes: Sizes
     kinds: Mapping[fx.Node, str]
     branches: tuple[tuple[fx.Node, ...], ...]
+    learns: frozenset[fx.Node]
     layouts: Mapping[fx.Node, Any]
     demands: Mapping[tuple[fx.Node, fx.Node], Layout]
     local: frozenset[fx.Node]
@@ -226,6 +232,7 @@ class Carry:
         kind: the op that carries it.
         shape: sizes for one row.
         module: the path of the module that it belongs to, such as `model.layers.0.mixer`, as far as known.
+        learns: whether gradients reach it.
     """
 
     name: str
@@ -234,6 +241,7 @@ class Carry:
     dtype: torch.dtype
     line: str
     module: str
+    learns: bool
 
     @property
     def numbers(self) -> int:
@@ -361,6 +369,11 @@ class Stateful:
     masks: tuple[BlockProgram, ...]
     finite: tuple[bool, ...]
     graph_bytes_per_token: int
+
+    @property
+    def state_learns(self) -> bool:
+        """Whether gradients reach any of the state: where none do, a token without results has no backward."""
+        return any(slot.learns for slot in self.slots) or any(carry.learns for carry in self.carries)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from longstraw.arch.scans import may_mix
 from longstraw.compat import expression
 from longstraw.errors import StaticTokens, UnsupportedOp, user_line
 from longstraw.layout import Sizes
+from longstraw.passes.gradients import flow
 from longstraw.scans.opaque import NAMESPACE
 from longstraw.stages import Branched, Input, Normalised
 
@@ -42,7 +43,8 @@ def find_branches(step: Normalised) -> Branched:
     graph = step.module.graph
     sizes = _find_sizes(graph)
     kinds = _find_kinds(graph, step.inputs, sizes)
-    return Branched(step.module, step.inputs, step.options, sizes, kinds, _components(graph, kinds))
+    learns = flow(graph, trained=frozenset(i.name for i in step.inputs if i.requires_grad))
+    return Branched(step.module, step.inputs, step.options, sizes, kinds, _components(graph, kinds), learns)
 
 
 def has_region(step: Normalised) -> bool:

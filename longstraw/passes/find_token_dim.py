@@ -48,6 +48,7 @@ def find_token_dim(step: Branched) -> Located:
         step.sizes,
         kinds,
         step.branches,
+        step.learns,
         layouts,
         reader.demands,
         frozenset(reader.local),

@@ -183,7 +183,9 @@ class _Builder:
         node.replace_all_uses_with(new)
         self._replaced(node, new)
         self.graph.erase_node(node)
-        self.carries.append(Carry(before.name, form.step.__name__, form.shape, form.dtype, line, _module(node)))
+        self.carries.append(
+            Carry(before.name, form.step.__name__, form.shape, form.dtype, line, _module(node), self._learns(node))
+        )
         self.after.append(after)
 
     def _replaced(self, node: fx.Node, new: fx.Node) -> None:
@@ -210,12 +212,16 @@ class _Builder:
         return self._slot(self._before_repetition(operand), line)
 
     def _slot(self, kept: fx.Node, line: str, *, learns: bool = True) -> fx.Node:
+        learns = learns and self._learns(kept)
         if kept not in self.slots:
             value = kept.meta["val"]
             self.slots[kept] = Slot(kept.name, int(value.shape[1]), int(value.shape[3]), value.dtype, line, learns)
         elif learns and not self.slots[kept].learns:
             self.slots[kept] = replace(self.slots[kept], learns=True)
         return kept
+
+    def _learns(self, node: fx.Node) -> bool:
+        return node.meta["origin"] in self.step.learns
 
     def _latents(self, key: fx.Node, value: fx.Node) -> Latents | None:
         if (key, value) not in self.latents:

@@ -55,10 +55,12 @@ class Where:
         owner = self.path[-1] if not first else self.path[-2] if len(self.path) > 1 else None
         return owner if owner is not None and owner.tracks_gradients else None
 
-    def boundary_leaves(self) -> States:
-        """Return the boundary states before the span as leaves of its autograd graph."""
+    def boundary_leaves(self, learns: Sequence[bool]) -> States:
+        """Return the boundary states before the span as leaves of its autograd graph, those that learn with one."""
         wanted = self.boundary_owner is not None
-        return tuple(state.detach().requires_grad_(wanted) for state in self.boundary)
+        return tuple(
+            state.detach().requires_grad_(wanted and one) for state, one in zip(self.boundary, learns, strict=True)
+        )
 
 
 class Leaves:

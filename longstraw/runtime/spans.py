@@ -135,7 +135,7 @@ class Runner:
             return SpanGraph(where, (), (), (), (), ())
         parts: list[Part] = []
         with torch.enable_grad():
-            before = where.boundary_leaves()
+            before = where.boundary_leaves([carry.learns for carry in self.branch.carries])
             arguments = self._arguments(where, leaves, parts)
             graph = self.runs.relay if wanted and appends else self.runs.score if wanted else self.runs.capture
             outputs = graph(self._mixing(where), *arguments, *self._boundary(where, before))

@@ -64,7 +64,7 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
 def _connected(run: BranchRun) -> list[Tensor]:
     """Run capture and score; return the results, connected to autograd when they need a gradient."""
     inputs = [run.values[node] for node in run.differentiable]
-    if torch.is_grad_enabled() and inputs:
+    if torch.is_grad_enabled() and inputs and run.learns:
         return list(_Branch.apply(run, *inputs))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         return run.forward(keep=False)

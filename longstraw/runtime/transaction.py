@@ -76,6 +76,7 @@ class BranchRun:
             )
         self.plan = Plan.of(branch, self.options)
         self.differentiable = self._differentiable()
+        self.learns = any(node in step.learns for node in branch.segment.results)
         self.tree = self._build_tree()
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
         self.tier = Tier(self.options.state_tier, self.device)
@@ -171,9 +172,10 @@ class BranchRun:
         """Return the spans of a node; the last one of a prompt is short enough to keep its graph during replay."""
         return self.plan.spans(node, has_tail=node is self.tree and bool(node.children))
 
-    def _is_frozen(self, node: Node) -> bool:
-        """Return whether no gradient reaches a node's tokens."""
-        return self.options.prompt_grad == "none" and node.stop <= self.first_result
+    def _is_frozen(self, until: int) -> bool:
+        """Return whether no gradient reaches the tokens before one: they have no results, and their state none."""
+        constant = self.options.prompt_grad == "none" or not self.branch.state_learns
+        return constant and until <= self.first_result
 
     def _where(self, node: Node, path: tuple[Store, ...], lo: int, hi: int) -> Where:
         rows = tuple(node.rows[:1]) if node.shared else tuple(node.rows)
@@ -203,7 +205,7 @@ class BranchRun:
         store = self._store(node, path)
         here = (*path, store)
         keep_store = keep and node is self.tree and node.stop > node.start
-        keep_starts = keep_store and not self._is_frozen(node)
+        keep_starts = keep_store and not self._is_frozen(node.stop)
         if keep_starts:
             store.track_gradients(self.options.grad_dtype)
         spans = self._spans(node)
@@ -233,7 +235,7 @@ class BranchRun:
 
     def _records(self, node: Node, lo: int, hi: int) -> bool:
         """Return whether a span's graph is kept from the forward on: backward need not run the span again."""
-        if hi < node.stop or self._is_frozen(node):
+        if hi < node.stop or self._is_frozen(hi):
             return False
         if node is self.tree:
             return not node.children or hi - lo <= self.plan.tail_tokens
@@ -274,7 +276,7 @@ class BranchRun:
     def _backward(
         self, node: Node, path: tuple[Store, ...], result_grads: Sequence[Tensor | None], leaves: Leaves
     ) -> None:
-        spans, frozen = self._spans(node), self._is_frozen(node)
+        spans, frozen = self._spans(node), self._is_frozen(node.stop)
         store = self.root_store if node is self.tree and self.root_store is not None else None
         captured = store is not None
         if store is None:
@@ -292,9 +294,9 @@ class BranchRun:
                     store.track_gradients(self.options.grad_dtype)
             for child in sorted(node.children, key=lambda child: (id(child), child.start) not in self._recorded):
                 self._backward(child, here, result_grads, leaves)
-            if frozen:
-                return
             for lo, hi in reversed(spans):
+                if self._is_frozen(hi):
+                    break
                 self._unwind(node, self._where(node, here, lo, hi), result_grads, leaves)
                 self._advance((hi - lo) * node.num_rows)
         finally:
