@@ -124,6 +124,7 @@ def _partitioned(step: Partitioned) -> None:
         )
         for head in segment.heads:
             _carved(head.graph)
+            assert len(head.layouts) == len(head.results), "every result has a layout"
     names = [n.name for n in step.objective.graph.nodes if n.op == "placeholder"]
     assert len(names) == len(step.step.inputs) + found, "the objective reads inputs and results"
     for node in step.objective.graph.nodes:

@@ -164,12 +164,15 @@ class Head:
         graph: `(rows, tokens, ..., *frontier) -> results`.
         window: the tokens that have these results.
         results: which of the branch's results it computes.
+        layouts: those of its results in the step. The graph's own outputs know nothing of a window that was cut off
+            last.
         bytes_per_token: size of its widest values, for choosing a tile.
     """
 
     graph: Carved
     window: Tokens
     results: tuple[int, ...]
+    layouts: tuple[Layout, ...]
     bytes_per_token: int
 
 

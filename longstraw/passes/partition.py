@@ -115,7 +115,8 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
         assert seen is not None
         graph = carve(step, outputs=[results[i] for i in members], stops=stops)
         restore_autocast(graph.module)
-        heads.append(Head(graph, seen, tuple(members), sum(map(computed_bytes, graph.module.graph.nodes))))
+        layouts = tuple(step.layouts[results[i]] for i in members)
+        heads.append(Head(graph, seen, tuple(members), layouts, sum(map(computed_bytes, graph.module.graph.nodes))))
     return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results)
 
 

@@ -286,8 +286,7 @@ class Runner:
     def result_place(self, index: int) -> Place:
         """Return the layout of a result."""
         head = next(h for h in self.segment.heads if index in h.results)
-        output = next(iter(reversed(head.graph.module.graph.nodes))).args[0]
-        return self.place(output[head.results.index(index)].meta["layout"])
+        return self.place(head.layouts[head.results.index(index)])
 
     def _put_result(self, whole: Tensor, part: Tensor, index: int, where: Where, lo: int, hi: int) -> None:
         place = self.result_place(index)

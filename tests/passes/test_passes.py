@@ -227,6 +227,46 @@ def test_partition_gives_each_window_its_head() -> None:
     assert_same(Tiny(), *inputs(), function=two_windows)
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda logp, responses: logp[:, -responses.shape[1] :],
+        lambda logp, responses: logp[:, logp.shape[1] - responses.shape[1] :],
+        lambda logp, responses: logp.narrow(1, logp.shape[1] - responses.shape[1], responses.shape[1]),
+        lambda logp, responses: logp[:, -3:],
+        lambda logp, responses: logp[1:, -3:],
+    ],
+    ids=["from the end", "from the start", "narrow", "a number", "rows, too"],
+)
+def test_partition_cuts_results_to_a_window_that_is_taken_last(cut: object) -> None:
+    def cut_last(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+        logp = torch.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        logp = cut(logp, responses)
+        return (logp.sin() * weights[: logp.shape[0], -logp.shape[1] :]).sum(), logp
+
+    def loss(*args: object) -> Tensor:
+        return cut_last(*args)[0]
+
+    model, args = Tiny(), inputs()
+    _, expected = cut_last(model, *args)
+    _, found = torch.compile(cut_last, backend="longstraw")(model, *args)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert_same(model, *args, function=loss)
+
+
+def test_partition_cuts_results_to_as_many_tokens_as_an_argument_says() -> None:
+    def last(model: nn.Module, ids: Tensor, keep: int) -> Tensor:
+        logp = torch.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return logp[:, -keep:]
+
+    prompt, responses, _ = inputs()
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    model, compiled = Tiny(), torch.compile(last, backend="longstraw")
+    for keep in (4, 3):
+        torch.testing.assert_close(compiled(model, ids, keep), last(model, ids, keep), rtol=1e-12, atol=0)
+
+
 def test_partition_leaves_a_penalty_on_weights_to_the_objective() -> None:
     def penalised(model: nn.Module, *args: Tensor) -> Tensor:
         return step(model, *args) + 0.1 * sum(p.square().sum() for p in model.parameters())
