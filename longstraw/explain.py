@@ -137,7 +137,9 @@ def _describe(program: Lowered) -> str:
         f"prompt_grad = {options.prompt_grad}"
     ]
     for number, branch in enumerate(program.step.branches):
-        lines += ["", f"branch {number}", *(f"  {line}" for line in _describe_branch(branch))]
+        passes = branch.segment.passes
+        shared = f": one capture for {passes} passes that compute the same" if passes > 1 else ""
+        lines += ["", f"branch {number}{shared}", *(f"  {line}" for line in _describe_branch(branch))]
     lines += ["", f"objective: {_ops(program.step.partitioned.objective)}"]
     return "\n".join(lines)
 

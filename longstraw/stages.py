@@ -55,6 +55,7 @@ class Branched:
     """find_branches: the kind of every node, and the hidden values of each pass over the tokens.
 
     Attributes:
+        passes: for each branch, how many passes of the user's step it stands for: those that compute the same.
         learns: the nodes that gradients flow through, from the step's outputs to what is trained.
     """
 
@@ -64,6 +65,7 @@ class Branched:
     sizes: Sizes
     kinds: Mapping[fx.Node, str]
     branches: tuple[tuple[fx.Node, ...], ...]
+    passes: tuple[int, ...]
     learns: frozenset[fx.Node]
 
 
@@ -103,6 +105,7 @@ class Located:
     sizes: Sizes
     kinds: Mapping[fx.Node, str]
     branches: tuple[tuple[fx.Node, ...], ...]
+    passes: tuple[int, ...]
     learns: frozenset[fx.Node]
     layouts: Mapping[fx.Node, Any]
     demands: Mapping[tuple[fx.Node, fx.Node], Layout]
@@ -185,12 +188,14 @@ class Segment:
         frontier: nodes of the step at which the heads start.
         heads: one graph for each window of results.
         results: nodes of the step that leave the branch.
+        passes: how many passes of the user's step it stands for.
     """
 
     body: Carved
     frontier: tuple[fx.Node, ...]
     heads: tuple[Head, ...]
     results: tuple[fx.Node, ...]
+    passes: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ In: `Normalised`. Out: `Branched`. The kinds:
     region      hidden values of the model, everything with a width from the embedding to the logits
     tail        narrow values computed from hidden ones, with no hidden value after them: log-probabilities to the loss
 
-A branch is a set of region and tail nodes that hidden values connect: one pass over the tokens.
+A branch is a set of region and tail nodes that hidden values connect: one pass over the tokens. Passes that compute the
+same are one branch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from longstraw.compat import expression
 from longstraw.errors import StaticTokens, UnsupportedOp, user_line
 from longstraw.layout import Sizes
 from longstraw.passes.gradients import flow
+from longstraw.passes.same_passes import merge_same_passes
 from longstraw.scans.opaque import NAMESPACE
 from longstraw.stages import Branched, Input, Normalised
 
@@ -43,8 +45,21 @@ def find_branches(step: Normalised) -> Branched:
     graph = step.module.graph
     sizes = _find_sizes(graph)
     kinds = _find_kinds(graph, step.inputs, sizes)
-    learns = flow(graph, trained=frozenset(i.name for i in step.inputs if i.requires_grad))
-    return Branched(step.module, step.inputs, step.options, sizes, kinds, _components(graph, kinds), learns)
+    trained = frozenset(i.name for i in step.inputs if i.requires_grad)
+    branches, passes = merge_same_passes(
+        step.module, _components(graph, kinds), flow(graph, trained=trained), mixes=_mixes
+    )
+    left = set(graph.nodes)
+    return Branched(
+        step.module,
+        step.inputs,
+        step.options,
+        sizes,
+        {node: kind for node, kind in kinds.items() if node in left},
+        branches,
+        passes,
+        flow(graph, trained=trained),
+    )
 
 
 def has_region(step: Normalised) -> bool:

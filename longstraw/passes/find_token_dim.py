@@ -48,6 +48,7 @@ def find_token_dim(step: Branched) -> Located:
         step.sizes,
         kinds,
         step.branches,
+        step.passes,
         step.learns,
         layouts,
         reader.demands,

@@ -42,10 +42,10 @@ def partition(step: Located) -> Partitioned:
     owners = _owners(step)
     results = _find_results(step, owners)
     segments = []
-    for number, branch in enumerate(step.branches):
+    for number, (branch, passes) in enumerate(zip(step.branches, step.passes, strict=True)):
         mine = tuple(node for node in results if owners[node] == {number})
         if mine:
-            segments.append(_segment(step, branch, mine))
+            segments.append(_segment(step, branch, mine, passes))
     found = [node for segment in segments for node in segment.results]
     return Partitioned(step, tuple(segments), extract(step.module, outputs=output.args[0], stops=found))
 
@@ -101,7 +101,7 @@ def _elements(node: fx.Node) -> int:
     return int(count)
 
 
-def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, ...]) -> Segment:
+def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, ...], passes: int) -> Segment:
     body = _body(step, branch)
     frontier = _find_frontier(step, branch, body, results)
     heads, stops = [], list(frontier)
@@ -117,7 +117,7 @@ def _segment(step: Located, branch: Sequence[fx.Node], results: tuple[fx.Node, .
         restore_autocast(graph.module)
         layouts = tuple(step.layouts[results[i]] for i in members)
         heads.append(Head(graph, seen, tuple(members), layouts, sum(map(computed_bytes, graph.module.graph.nodes))))
-    return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results)
+    return Segment(carve(step, outputs=stops), tuple(stops), tuple(heads), results, passes)
 
 
 def _body(step: Located, branch: Sequence[fx.Node]) -> set[fx.Node]:
