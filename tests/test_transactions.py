@@ -1,0 +1,201 @@
+"""A step is all or nothing: fail at any operator, and everything is as before it, and the next step is right."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longstraw import backend
+from longstraw.runtime import transaction
+from tests.small import Tiny, inputs, step
+
+OPTIONS: dict[str, Any] = {"span_tokens": 4, "page_tokens": 2, "replay_rows": 1}
+
+
+class Interrupting(TorchDispatchMode):
+    """Raises at one operator."""
+
+    def __init__(self, at: int | None, error: type[BaseException]) -> None:
+        super().__init__()
+        self.at, self.error, self.count = at, error, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise self.error("on purpose")
+        return func(*args, **(kwargs or {}))
+
+
+class Watch:
+    """Every store that was made, without keeping it alive."""
+
+    def __init__(self) -> None:
+        self.stores: list[weakref.ref[transaction.Store]] = []
+
+    def alive(self) -> int:
+        found = [store() for store in self.stores]
+        return sum(store is not None and not store.released for store in found)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    found = Watch()
+    make = transaction.Store
+
+    def watched(*args: Any, **kwargs: Any) -> transaction.Store:
+        store = make(*args, **kwargs)
+        found.stores.append(weakref.ref(store))
+        return store
+
+    monkeypatch.setattr(transaction, "Store", watched)
+    yield found
+    assert not found.alive()
+
+
+class Gate:
+    """Runs the forward or the backward of every step under a mode."""
+
+    mode: TorchDispatchMode | None = None
+    phase = "forward"
+
+    def around(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            with self.mode if self.mode is not None and phase == self.phase else contextlib.nullcontext():
+                return function(*args, **kwargs)
+
+        return gated
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    found = Gate()
+    torch._dynamo.reset()  # compiled steps hold `run_step`
+    monkeypatch.setattr(backend, "run_step", found.around("forward", backend.run_step))
+    monkeypatch.setattr(transaction.BranchRun, "backward", found.around("backward", transaction.BranchRun.backward))
+    return found
+
+
+def attempts(pieces: int) -> list[pytest.ParameterSet]:
+    """Which part of a phase fails: a few of them, and all in the slow run."""
+    quick = {0, 1, pieces // 2, pieces - 1}
+    return [pytest.param(i, marks=() if i in quick else pytest.mark.slow) for i in range(pieces)]
+
+
+PIECES = 8
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("piece", attempts(PIECES))
+@pytest.mark.parametrize("tier", ["device", "files"])
+def test_a_step_that_fails_at_any_operator_changes_nothing(
+    watch: Watch, gate: Gate, tmp_path: Path, phase: str, piece: int, tier: str
+) -> None:
+    model = Tiny()
+    options = {**OPTIONS, "state_tier": "device" if tier == "device" else str(tmp_path)}
+    compiled = torch.compile(step, backend="longstraw", options=options)
+    gate.phase = phase
+
+    def run(at: int | None, error: type[BaseException] = RuntimeError) -> int:
+        gate.mode = mode = Interrupting(at, error)
+        compiled(model, *inputs(prompt=11, response=6)).backward()
+        return mode.count
+
+    count = run(None)
+    assert count > 100
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    parameters = [p.detach().clone() for p in model.parameters()]
+    held = [p.grad for p in model.parameters()]
+    random = torch.get_rng_state()
+    errors = (RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError)
+    first, last = (1 + count * n // PIECES for n in (piece, piece + 1))
+    for number, at in enumerate(range(first, last)):
+        error = errors[number % len(errors)]
+        with pytest.raises(error, match="on purpose"):
+            run(at, error)
+        assert not watch.alive()
+        assert not list(tmp_path.iterdir())
+        assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), parameters, strict=True))
+        assert torch.equal(torch.get_rng_state(), random)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(torch.equal(p, q) for p, q in zip(found, gradients, strict=True))
+    model.zero_grad()
+    run(None)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(p, q) for p, q in zip(found, gradients, strict=True))
+
+
+@pytest.mark.parametrize("outcome", ["dropped", "backward", "failed"])
+def test_state_is_freed_without_the_garbage_collector(watch: Watch, outcome: str) -> None:
+    model = Tiny()
+    compiled = torch.compile(step, backend="longstraw", options=OPTIONS)
+    compiled(model, *inputs(prompt=11)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        watch.stores.clear()
+        loss: Tensor | None = compiled(model, *inputs(prompt=11))
+        assert watch.alive()
+        if outcome == "backward":
+            loss.backward()
+        elif outcome == "failed":
+            with pytest.raises(RuntimeError, match="on purpose"), Interrupting(50, RuntimeError):
+                loss.backward()
+        if outcome != "dropped":
+            assert not watch.alive()
+        loss = None
+        assert all(store() is None for store in watch.stores)
+    finally:
+        gc.enable()
+
+
+# --- soak -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(500, marks=pytest.mark.slow)])
+def test_many_steps_of_random_sizes_failures_and_drops_leave_nothing(watch: Watch, tmp_path: Path, steps: int) -> None:
+    """Losses equal eager's at every third step; memory that the process holds for tensors returns to where it was."""
+    generator = torch.Generator().manual_seed(0)
+
+    def pick(*values: Any) -> Any:
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    def size(most: int) -> int:
+        return int(torch.randint(1, most + 1, (), generator=generator))
+
+    model = Tiny()
+    kinds = [
+        torch.compile(step, backend="longstraw", options={**OPTIONS, **options})
+        for options in ({}, {"state_tier": str(tmp_path)}, {"span_tokens": 7, "replay_rows": 3}, {"state_tier": "host"})
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for number in range(steps):
+        given = inputs(prompt=4 + size(30), response=1 + size(9), group=1 + size(4))
+        outcome = pick("step", "step", "drop", "fail forward", "fail backward")
+        run_one = pick(*kinds)
+        optimizer.zero_grad()
+        if outcome == "fail forward":
+            with pytest.raises(RuntimeError, match="on purpose"), Interrupting(size(40), RuntimeError):
+                run_one(model, *given)
+        else:
+            loss = run_one(model, *given)
+            if number % 3 == 0:
+                torch.testing.assert_close(loss, step(model, *given), rtol=1e-10, atol=1e-12)
+            if outcome == "fail backward":
+                with pytest.raises(RuntimeError, match="on purpose"), Interrupting(size(40), RuntimeError):
+                    loss.backward()
+            elif outcome == "step":
+                loss.backward()
+                optimizer.step()
+            del loss
+        assert not watch.alive()
+        assert not list(tmp_path.iterdir())
