@@ -229,6 +229,31 @@ def lightning_attention(
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * out), None
 
 
+def with_adapted_parameters(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A module that runs with low-rank adapters added to parameters of it, such as the weights of all experts.
+
+    The library hooks them into the module for the time of a call, one wrapper for each parameter; here the module is
+    called with other values.
+    """
+    changed = {}
+    while hasattr(self, "parameter_name"):
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters and self.merged:
+            raise NotImplementedError("merged adapters are switched off: call unmerge_adapter() before the step")
+        if names and not self.disable_adapters and not self.merged:
+            value = self.get_param()
+            if len(names) == 1 and self.num_experts > 1:
+                left, right, scale = self.get_delta_factors(names[0])
+                with torch.autocast(value.device.type, enabled=False):
+                    value = torch.baddbmm(value, left, right, alpha=scale)
+            else:
+                for name in names:
+                    value = value + self.get_delta_weight(name)
+            changed[self.parameter_name] = value
+        self = self.base_layer
+    return torch.func.functional_call(self, changed, (x, *args), kwargs) if changed else self(x, *args, **kwargs)
+
+
 def no_fused_kernel(*args: Any, **kwargs: Any) -> None:
     """Stands for a kernel of a whole layer: the layer's own code is traced instead."""
 
@@ -307,6 +332,7 @@ FUNCTIONS: tuple[Opaque, ...] = (
     # Kernels for a GPU only, which numbers on the CPU can't be compared with: known by the library that has them.
     Opaque("chunk_gated_delta_rule", delta_rule_of_library, None, module=r"fla\..*"),
     Opaque("chunk_kda", delta_rule_of_library, None, module=r"fla\..*"),
+    Opaque("ParamWrapper.forward", with_adapted_parameters, None, module=r"peft\.tuners\.lora\.layer"),
     # Of these the models' own wrappers return None where the kernel is not installed.
     Opaque("mamba_inner_fn", no_fused_kernel, None, module=r"transformers\.models\..*"),
     Opaque("mamba2_split_conv1d_scan_combined", no_fused_kernel, None, module=r"transformers\.models\..*"),
