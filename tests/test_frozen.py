@@ -117,6 +117,6 @@ def test_pass_without_gradients_keeps_nothing_for_a_backward(recorded: list) -> 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
 @pytest.mark.parametrize("part", ["lm_head", "layers.1"])
 def test_recurrent_model_with_a_frozen_beginning_equals_eager(name: str, part: str) -> None:
-    model = train_only(zoo.build(name), [part])
+    model = train_only(zoo.build(name, tie_word_embeddings=False), [part])
     grpo = STEPS["grpo"]
     assert_equal(compare(grpo, model, grpo.inputs(model), options={"span_tokens": 7, "page_tokens": 4}))
