@@ -178,12 +178,13 @@ def sample(model, prompt, *, group, length, stops):
     for layer in cache.layers:
         repeat(layer, group)
     logits = logits.expand(group, -1, -1)
-    ids, mask, logp = (torch.zeros(group, length, dtype=dtype) for dtype in (torch.long, torch.float, torch.float))
+    ids = torch.zeros(group, length, dtype=torch.long)
+    mask, logp = (torch.zeros(group, length, dtype=logits.dtype) for _ in range(2))
     alive = torch.ones(group, dtype=torch.bool)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one token at a time is too little work to share
     for t in range(length):
-        scores = torch.log_softmax(logits[:, -1].float(), dim=-1)
+        scores = torch.log_softmax(logits[:, -1], dim=-1)
         token = torch.multinomial(scores.exp(), 1)
         mask[:, t] = alive
         ids[:, t] = token.squeeze(1) * alive
