@@ -2,11 +2,12 @@
 
     python examples/train_grpo.py [--quick] [--compare-objectives] [--checkpoint FILE] [--out FOLDER]
 
-The task is to follow a map that is written in the prompt. There are 6 places. The prompt is a long list of signs in
+The task is to follow a map that is written in the prompt. There are 5 places. The prompt is a long list of signs in
 random order, one token each ("from 2 to 5"), and every step draws new maps: one round trip through all places. The
-prompt ends with the place to start from, and a response names the next places. Its reward is the share of its moves
-that a sign of this prompt allows. The model, two layers with random weights, knows neither what a sign means nor that it
-should name places: drawing from the whole vocabulary hits one move in 43, naming another place at random one in 5.
+prompt ends with the place to start from, and a response names the next three. Its reward is the share of its moves that
+a sign of this prompt allows. The model, two layers with random weights, knows neither what a sign means nor that it
+should name places: drawing from the whole vocabulary gets one move in 31 right, naming another place at random one in 4.
+There is no supervised start; a bonus for entropy keeps it trying.
 
 It is trained in float64. In float32 the two sides would differ by rounding, one day a response would be sampled
 differently, and from there on two correct runs go different ways. (The model type matters for that too: StarCoder2's
@@ -26,17 +27,18 @@ from pathlib import Path
 import torch
 from quickstart import sample
 
-NUM_PLACES = 6
+NUM_PLACES = 5
 START = NUM_PLACES + NUM_PLACES**2  # the token before the first place; places come first, signs after them
 VOCABULARY = START + 1
 GROUP = 8  # responses to a prompt
-LENGTH = 4  # moves in a response
+LENGTH = 3  # moves in a response
 PROMPTS = 4  # to a batch
 UPDATES = 1  # of the weights with a batch
 LOSS_TOLERANCE = 1e-8
-LEARNED = 0.85  # reward that the full run has to reach
+LEARNED = 0.75  # reward that the full run has to reach
 RUNS = {"eager": None, "longstraw": {}, 'longstraw, prompt_grad="none"': {"prompt_grad": "none"}}
 NONE = list(RUNS)[2]
+GOALS = (0.4, 0.6, 0.8)  # rewards by which the objectives are compared
 
 
 def step(model, prompt, responses, mask, old_logp, advantages):
@@ -88,7 +90,7 @@ def load_model():
         num_key_value_heads=2,
         max_position_embeddings=8192,
         sliding_window=None,
-        initializer_range=0.05,
+        initializer_range=0.15,
         tie_word_embeddings=False,
     )
     return AutoModelForCausalLM.from_config(config).double().train()
@@ -111,7 +113,7 @@ class Training:
     def start(cls, seed):
         torch.manual_seed(seed)
         model = load_model()
-        return cls(model, torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01))
+        return cls(model, torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01))
 
     def state_dict(self):
         parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -248,6 +250,19 @@ def save_plot(runs, args, path):
     figure.savefig(path, dpi=120)
 
 
+def compare(exact, none, args):
+    """What the gradients through the prompt did for learning."""
+    assert exact.losses != none.losses, 'prompt_grad="none" was expected to train differently'
+    for name, run in (("exact", exact), ("none", none)):
+        reached = [
+            next((str(i + 1) for i, value in enumerate(smooth(run.rewards)) if value >= goal), "no") for goal in GOALS
+        ]
+        print(
+            f"prompt_grad={name!r}: reward {mean(run.rewards[-(args.steps // 8) :]):.3f} in the last eighth; its mean of "
+            f"10 steps reached {' / '.join(map(str, GOALS))} at step {' / '.join(reached)}"
+        )
+
+
 def check(runs, again, args):
     """What this example claims, or an AssertionError."""
     eager, ours = runs["eager"], runs["longstraw"]
@@ -258,6 +273,8 @@ def check(runs, again, args):
     assert loss <= LOSS_TOLERANCE, f"losses differ by {loss:.1e}"
     assert gained == 0, f"rewards differ by {gained:.1e}: a response was sampled differently"
     assert again.losses == ours.losses and again.rewards == ours.rewards, "the run with a checkpoint went another way"
+    if NONE in runs:
+        compare(ours, runs[NONE], args)
     first, last = mean(ours.rewards[: args.steps // 8]), mean(ours.rewards[-(args.steps // 8) :])
     wanted = first if args.quick else LEARNED
     assert last > wanted, f"the reward ends at {last:.3f}, more than {wanted:.3f} was expected"
@@ -282,7 +299,7 @@ def parse(argv):
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the plot")
     args = parser.parse_args(argv)
-    args.steps = args.steps or (32 if args.quick else 240)
+    args.steps = args.steps or (24 if args.quick else 240)
     args.prompt = args.prompt or (66 if args.quick else 258)
     if args.steps < 8:
         parser.error("--steps has to be 8 or more")
