@@ -35,7 +35,7 @@ LENGTH = 3  # moves in a response
 PROMPTS = 4  # to a batch
 UPDATES = 1  # of the weights with a batch
 LOSS_TOLERANCE = 1e-8
-LEARNED = 0.8  # reward that the full run has to reach
+LEARNED = 0.7  # reward that the full run has to reach
 RUNS = {"eager": None, "longstraw": {}, 'longstraw, prompt_grad="none"': {"prompt_grad": "none"}}
 NONE = list(RUNS)[2]
 GOALS = (0.5, 0.7, 0.85)  # rewards by which the objectives are compared
