@@ -237,11 +237,11 @@ def save_plot(runs, args, path):
 
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
     styles = ({"color": "tab:red", "linewidth": 4, "alpha": 0.4}, {"color": "tab:blue"}, {"color": "tab:orange"})
-    for panel, curve in zip(panels, ("rewards", "losses"), strict=True):
+    for panel, curve, label in zip(panels, ("rewards", "losses"), ("reward", "loss"), strict=True):
         for (name, run), style in zip(runs.items(), styles, strict=False):
             values = getattr(run, curve)
             panel.plot(range(1, len(values) + 1), smooth(values), label=name, **style)
-        panel.set(xlabel="step", ylabel=f"{curve.replace('losses', 'loss').rstrip('s')}, mean of 10 steps")
+        panel.set(xlabel="step", ylabel=f"{label}, mean of 10 steps")
         panel.grid(alpha=0.3)
     panels[0].axhline(1 / (NUM_PLACES - 1), color="grey", linestyle=":", label="another place at random")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
@@ -297,7 +297,7 @@ def parse(argv):
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the plot")
     args = parser.parse_args(argv)
-    args.steps = args.steps or (24 if args.quick else 160)
+    args.steps = args.steps or (16 if args.quick else 160)
     args.prompt = args.prompt or (66 if args.quick else 258)
     if args.steps < 8:
         parser.error("--steps has to be 8 or more")
