@@ -120,3 +120,23 @@ def test_recurrent_model_with_a_frozen_beginning_equals_eager(name: str, part: s
     model = train_only(zoo.build(name, tie_word_embeddings=False), [part])
     grpo = STEPS["grpo"]
     assert_equal(compare(grpo, model, grpo.inputs(model), options={"span_tokens": 7, "page_tokens": 4}))
+
+
+def test_parameters_that_reach_the_loss_under_no_grad_only_have_no_gradient() -> None:
+    """`assert_same` tells None from zero."""
+
+    class Gated(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.lost = nn.Linear(16, 16).double(), nn.Linear(16, 16).double()
+
+        def hidden(self, ids: Tensor) -> Tensor:
+            x = super().hidden(ids)
+            with torch.no_grad():
+                gate = torch.sigmoid(self.gate(x))
+            return x * gate + torch.zeros_like(self.lost(x))
+
+    torch._dynamo.reset()
+    model = Gated()
+    assert_same(model, *inputs())
+    assert model.gate.weight.grad is None and model.lost.weight.grad is None and model.head.weight.grad is not None

@@ -75,7 +75,7 @@ class BranchRun:
                 remedy="Cut off what was padded before the first or after the last token.",
             )
         self.plan = Plan.of(branch, self.options)
-        self.differentiable = self._differentiable()
+        self.differentiable = self._differentiable(step.learns)
         self.learns = any(node in step.learns for node in branch.segment.results)
         self.tree = self._build_tree()
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
@@ -88,12 +88,13 @@ class BranchRun:
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
-    def _differentiable(self) -> list[fx.Node]:
+    def _differentiable(self, learns: frozenset[fx.Node]) -> list[fx.Node]:
+        """Return what the branch reads that gradients flow from: other parameters keep a gradient of None."""
         found: dict[fx.Node, None] = {}
         for graph in (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads)):
             for node in (*graph.inputs.parameters, *(t.node for t in graph.inputs.tokens)):
                 value = self.values[node]
-                if isinstance(value, Tensor) and value.requires_grad:
+                if isinstance(value, Tensor) and value.requires_grad and node in learns:
                     found[node] = None
         return list(found)
 
