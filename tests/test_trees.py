@@ -1,0 +1,83 @@
+"""Rows that share prefixes in any way: a system prompt, prompts, turns that branch later. Equal to eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from longstraw.runtime import transaction
+from tests.small import VOCABULARY, Tiny
+
+Tree = tuple[int, list["Tree"]]
+
+
+def trees(depth: int) -> st.SearchStrategy[Tree]:
+    """A number of tokens, and what continues from there; a leaf is one row."""
+    below = st.just([]) if depth == 0 else st.one_of(st.just([]), st.lists(trees(depth - 1), min_size=1, max_size=3))
+    return st.tuples(st.integers(1, 6), below)
+
+
+def rows(tree: Tree, generator: torch.Generator) -> list[list[int]]:
+    """The rows of a tree, one for each leaf."""
+    length, children = tree
+    own = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+    return [own + row for child in children for row in rows(child, generator)] or [own]
+
+
+def step(model: nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
+    """A weighted sum of all log-probabilities; ids `[B, S]`, weights `[B, S - 1]`, zero at padding."""
+    logp = torch.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return (logp * weights).sum()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> object:
+    torch._dynamo.reset()
+    return torch.compile(step, backend="longstraw", options={"span_tokens": 5, "page_tokens": 2, "replay_rows": 2})
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(trees(3), st.integers(0, 2**31), st.booleans())
+def test_rows_that_branch_anywhere_equal_eager(compiled: object, tree: Tree, seed: int, last_only: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    found = rows((max(tree[0], 5), tree[1]), generator)
+    longest = max(map(len, found))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in found])
+    weights = torch.randn(len(found), longest - 1, generator=generator, dtype=torch.float64)
+    for i, row in enumerate(found):
+        weights[i, len(row) - 1 :] = 0
+        if last_only:
+            weights[i, : len(row) - 3] = 0
+    model = Tiny()
+    losses, gradients = [], []
+    for function in (step, compiled):
+        model.zero_grad()
+        losses.append(function(model, ids, weights))  # type: ignore[operator]
+        losses[-1].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=1e-11)
+    for got, want in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_prompts_that_share_a_system_prompt_share_its_capture(compiled: object, monkeypatch) -> None:
+    """Two prompts of two responses each: the tree has the system prompt, two prompts, and leaves."""
+    generator = torch.Generator().manual_seed(0)
+    tree: Tree = (12, [(8, [(4, []), (4, [])]), (8, [(4, []), (4, [])])])
+    built = []
+    build = transaction.prefix_tree.build
+    monkeypatch.setattr(
+        transaction.prefix_tree, "build", lambda *args, **kwargs: built.append(build(*args, **kwargs)) or built[-1]
+    )
+    ids = torch.tensor(rows(tree, generator))
+    compiled(Tiny(), ids, torch.ones(4, ids.shape[1] - 1, dtype=torch.float64)).backward()  # type: ignore[operator]
+    (root,) = built
+    assert (root.start, root.stop, root.shared) == (0, 11, True)
+    assert [(n.rows, n.start, n.stop, n.shared) for n in root.children] == [
+        ([0, 1], 11, 19, True),
+        ([2, 3], 11, 19, True),
+    ]
+    assert all(not leaf.children for prompt in root.children for leaf in prompt.children)
