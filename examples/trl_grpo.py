@@ -11,8 +11,7 @@ two things set aside, both of which Dynamo can't trace:
   (`torch.mm(..., out=tile)`). While the compiled method runs, plain log-softmax stands in its place: longstraw runs a
   head in tiles by itself.
 
-`gradient_checkpointing=False`: TRL's default would keep one layer's graph instead of all, longstraw keeps that of one
-short span anyway. With it, and adapters, transformers calls `requires_grad_()` on the embeddings, a graph break.
+Gradient checkpointing stays on, as is TRL's default; longstraw keeps the graph of one short span anyway.
 """
 
 import argparse
@@ -106,7 +105,6 @@ def train(prompts, *, steps, layers, iterations, prepare=lambda trainer: None):
             output_dir=folder,
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
             per_device_train_batch_size=8,
             num_generations=4,
             num_iterations=iterations,
