@@ -13,6 +13,7 @@ from tests.equality import assert_equal, compare
 from tests.models import zoo
 from tests.small import Tiny, assert_same, inputs, records, step
 from tests.steps import STEPS
+from tests.sweeps import sweep
 
 PROMPT = 13
 LAST = PROMPT - 1  # the last prompt token has a result: it belongs to the responses
@@ -70,7 +71,11 @@ def test_prompt_is_not_unwound_where_its_state_does_not_learn(names: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("names", "span_tokens"), [(["second.key"], 1), (["second.value"], 5), (["query"], 5), (["table"], 100)]
+    ("names", "span_tokens"),
+    sweep(
+        [(["second.key"], 1), (["second.value"], 5), (["query"], 5), (["table"], 100)],
+        always=[(["second.value"], 5), (["query"], 5)],
+    ),
 )
 def test_prompt_is_unwound_once_where_its_state_learns(names: list[str], span_tokens: int, recorded: list) -> None:
     assert_same(train_only(Deep(), names), *inputs(prompt=PROMPT), span_tokens=span_tokens)
@@ -115,7 +120,7 @@ def test_pass_without_gradients_keeps_nothing_for_a_backward(recorded: list) -> 
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
-@pytest.mark.parametrize("part", ["lm_head", "layers.1"])
+@pytest.mark.parametrize("part", sweep(["lm_head", "layers.1"], always=["layers.1"]))
 def test_recurrent_model_with_a_frozen_beginning_equals_eager(name: str, part: str) -> None:
     model = train_only(zoo.build(name, tie_word_embeddings=False), [part])
     grpo = STEPS["grpo"]

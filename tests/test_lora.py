@@ -14,6 +14,7 @@ from tests.equality import Comparison, assert_equal, compare
 from tests.models import zoo
 from tests.small import Tiny, assert_same, inputs, step
 from tests.steps import STEPS, Step, clipped, response_logp, row_mean
+from tests.sweeps import sweep
 
 GRPO = STEPS["grpo"]
 OPTIONS = {"span_tokens": 7, "page_tokens": 4}
@@ -68,8 +69,8 @@ def assert_only_adapters_learn(comparison: Comparison) -> None:
     ("name", "targets"),
     [
         ("qwen3", "all-linear"),
-        ("llama", ("q_proj", "v_proj")),
-        ("qwen3_moe", ATTENTION),
+        pytest.param("llama", ("q_proj", "v_proj"), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", ATTENTION, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "all-linear", marks=pytest.mark.slow),
         pytest.param("mixtral", "all-linear", marks=pytest.mark.slow),
         pytest.param("qwen3_5_text", "all-linear", marks=pytest.mark.slow),
@@ -131,7 +132,9 @@ class WithExperts(Tiny):
         return x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
 
 
-@pytest.mark.parametrize("how", ["one adapter", "two adapters", "switched off", "merged"])
+@pytest.mark.parametrize(
+    "how", sweep(["one adapter", "two adapters", "switched off", "merged"], always=["two adapters"])
+)
 def test_adapters_on_the_parameters_of_experts_equal_eager(how: str) -> None:
     config = lora(("query",), target_parameters=["experts.up", "experts.down"])
     model = get_peft_model(WithExperts(), config)
@@ -202,7 +205,7 @@ CHANGES: dict[str, Callable[[PeftModel], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", sweep(CHANGES, always=["scaling", "rank"]))
 def test_change_after_compilation_is_seen(change: str) -> None:
     compiled = Compiled()
     before = compiled.assert_equals_eager()

@@ -23,6 +23,7 @@ from tests.equality import assert_equal, compare
 from tests.models import zoo
 from tests.small import HEADS, KEY_HEADS, Tiny, assert_same, gradients, inputs, step
 from tests.steps import STEPS
+from tests.sweeps import sweep
 
 HYBRID = "qwen3_5_text"
 # What isn't exact yet, and is refused.
@@ -97,7 +98,7 @@ def copies(grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("span_tokens", [1, 7, 64])
+@pytest.mark.parametrize("span_tokens", sweep([1, 7, 64], always=[7]))
 def test_every_length_equals_eager(span_tokens: int) -> None:
     model = zoo.build(HYBRID)
     compiled_step = compiled(span_tokens)
@@ -139,8 +140,8 @@ def test_left_padding_equals_eager(name: str) -> None:
     assert_grads_equal(found, expected)
 
 
-@pytest.mark.parametrize("replay_rows", [1, 2, "auto"])
-@pytest.mark.parametrize("boundary_every", [1, 2, 5, "auto"])
+@pytest.mark.parametrize("replay_rows", sweep([1, 2, "auto"], always=[2]))
+@pytest.mark.parametrize("boundary_every", sweep([1, 2, 5, "auto"], always=[2, "auto"]))
 def test_batches_and_thinned_boundary_states_change_nothing(boundary_every: Any, replay_rows: Any) -> None:
     model, args = zoo.build(HYBRID), short_inputs(41, 9, group=4)
     _, expected = gradients(short_step, model, *args)
@@ -248,7 +249,7 @@ def float64_inside() -> Any:
 
 
 @pytest.mark.usefixtures("float64_inside")
-@pytest.mark.parametrize("span_tokens", [1, 3, 100])
+@pytest.mark.parametrize("span_tokens", sweep([1, 3, 100], always=[3]))
 def test_none_equals_eager_with_the_prompts_state_detached(span_tokens: int) -> None:
     model, reference = Recurrent(), Recurrent()
     reference.load_state_dict(model.state_dict())

@@ -16,6 +16,7 @@ from tests.equality import assert_equal, compare
 from tests.models import zoo
 from tests.small import Tiny, assert_same, inputs, records, step
 from tests.steps import STEPS
+from tests.sweeps import sweep
 
 OPTIONS = {"page_tokens": 4, "grad_dtype": torch.float64}
 SHARED = {"indexer_types": ["full", "shared"]}
@@ -244,8 +245,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    sweep(
+        [(name, form) for name in EXACT for form in FORMS],
+        always=[*((name, "by count") for name in EXACT), *(("false scattered", form) for form in FORMS)],
+    ),
+)
 def test_scores_and_masks_that_are_understood(monkeypatch: pytest.MonkeyPatch, name: str, form: str) -> None:
     monkeypatch.setattr(mixing, "GATHER_COST", FORMS[form])
     torch._dynamo.reset()

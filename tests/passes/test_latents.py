@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longstraw.stages import Expansion, Stateful
 from tests.small import HEADS, WIDTH, Tiny, assert_same, gradients, inputs, records, step
+from tests.sweeps import sweep
 
 
 class Latent(Tiny):
@@ -163,7 +164,7 @@ def test_latents_in_two_dtypes_are_kept_in_the_wider_one() -> None:
 
 
 @pytest.mark.parametrize("absorbed_below", [0, 10, 1 << 40], ids=["built", "by count", "absorbed"])
-@pytest.mark.parametrize("span_tokens", [1, 4, 64])
+@pytest.mark.parametrize("span_tokens", sweep([1, 4, 64], always=[4]))
 def test_every_form_is_exact(monkeypatch: pytest.MonkeyPatch, absorbed_below: int, span_tokens: int) -> None:
     monkeypatch.setattr(Expansion, "absorbed_below", lambda self, heads, width: absorbed_below)
     torch._dynamo.reset()
