@@ -97,7 +97,7 @@ class StaticTokens(LongstrawError, NotImplementedError):
 
 
 class ParametersChanged(LongstrawError, RuntimeError):
-    """A parameter or an input was changed in place between the step's forward and its backward."""
+    """A parameter or an input was changed or replaced between the step's forward and its backward."""
 
 
 class BackwardTwice(LongstrawError, RuntimeError):

@@ -95,6 +95,14 @@ def test_a_parameter_changed_before_backward() -> None:
         loss.backward()
 
 
+def test_a_parameter_replaced_before_backward() -> None:
+    model, inputs = model_and_inputs()
+    loss = compiled()(model, **inputs)
+    model.lm_head.weight.data = model.lm_head.weight.data * 1.5
+    with raises(errors.ParametersChanged, "lm_head", "replaced"):
+        loss.backward()
+
+
 def test_a_frozen_parameter_changed_before_backward() -> None:
     model, inputs = model_and_inputs()
     model.model.norm.weight.requires_grad_(False)

@@ -117,7 +117,11 @@ class Reader:
             return tuple(() if size == (1, 1) else (size,) for size in shape)
         located = self.sizes.locate_shape(shape)
         if located is None:
-            self.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
+            self.unsupported(
+                user,
+                f"its operand {node.name} has a size that is neither rows nor tokens of the step (all passes of one "
+                "step have rows of one length)",
+            )
         self.read(user, node, located)
         return located
 

@@ -3,7 +3,7 @@
 In: `Normalised`. Out: `Branched`. The kinds:
 
     size        a number known from the inputs' shapes
-    light       at most a few numbers per token, computed from inputs without gradient: ids, padding masks, positions
+    light       at most a few numbers per token, computed from inputs: ids, padding masks, positions, temperatures
     invariant   depends on parameters only
     block       two token dims, computed from light values: masks and biases; never built whole
     given       hidden values that come with the inputs (embeddings passed in), before any parameter acts on them
@@ -148,7 +148,9 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if node.op == "placeholder":
         if symbolic and wide and not square:
             return "given"
-        return "invariant" if trains[node.name] else "block" if square else "light"
+        symbols = sizes.rows_expr.free_symbols | sizes.tokens_expr.free_symbols
+        runs = any(expression(size).free_symbols & symbols for value in values for size in value.shape)
+        return "invariant" if trains[node.name] and not runs else "block" if square else "light"
     if node.op == "get_attr":
         return "light"
     operands = {kinds[x] for x in node.all_input_nodes} - {"size"}

@@ -22,6 +22,8 @@ def resolve_dtypes(graph: fx.Graph) -> None:
     Autocast that surrounds the compiled step is in force while it is compiled, and Dynamo guards it. Only nodes whose
     dtype changes, and what follows from them, get another value.
     """
+    if not _meets_autocast(graph):
+        return
     changed: set[fx.Node] = set()
     with contextlib.ExitStack() as opened:
         switches: list[contextlib.ExitStack] = []
@@ -33,7 +35,7 @@ def resolve_dtypes(graph: fx.Graph) -> None:
                 switches[-1].enter_context(compat.autocast_state((_entered(node),)))
             elif name == "_exit_autocast":
                 switches.pop().close()
-            elif _may_change(node, changed):
+            elif node.op == "call_function" and _tensors(node.meta.get("val")):
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
                 with torch.no_grad(), compat.fake_mode(node.meta["val"]):
                     value = node.target(*args, **kwargs)
@@ -42,11 +44,11 @@ def resolve_dtypes(graph: fx.Graph) -> None:
                     changed.add(node)
 
 
-def _may_change(node: fx.Node, changed: set[fx.Node]) -> bool:
-    if node.op != "call_function" or not _dtypes(node.meta.get("val")):
-        return False
-    acts = any(torch.is_autocast_enabled(x.device.type) for x in _tensors(node.meta["val"]))
-    return acts or not changed.isdisjoint(node.all_input_nodes)
+def _meets_autocast(graph: fx.Graph) -> bool:
+    devices = {x.device.type for node in graph.nodes for x in _tensors(node.meta.get("val"))}
+    return any(map(torch.is_autocast_enabled, devices)) or any(
+        getattr(node.target, "__name__", "") == "_enter_autocast" for node in graph.nodes
+    )
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

@@ -12,6 +12,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -193,7 +194,7 @@ def _decompose_losses(graph: fx.Graph) -> None:
         if node.op != "call_function" or name not in (aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd):
             continue
         a = arguments(node)
-        if a["weight"] is not None or a.get("label_smoothing"):
+        if a["weight"] is not None:
             continue
         with graph.inserting_before(node):
             new = _negative_log_likelihood(
@@ -203,6 +204,7 @@ def _decompose_losses(graph: fx.Graph) -> None:
                 reduction=int(a["reduction"]),
                 ignored=int(a["ignore_index"]),
                 logits=name is aten.cross_entropy_loss,
+                smoothing=float(a.get("label_smoothing") or 0.0),
             )
         new.meta = {**node.meta}
         node.replace_all_uses_with(new)
@@ -210,18 +212,37 @@ def _decompose_losses(graph: fx.Graph) -> None:
 
 
 def _negative_log_likelihood(
-    like: fx.Node, x: fx.Node, target: fx.Node, *, reduction: int, ignored: int, logits: bool
+    like: fx.Node, x: fx.Node, target: fx.Node, *, reduction: int, ignored: int, logits: bool, smoothing: float
 ) -> fx.Node:
+    """Write out a loss on class numbers, or on probabilities of classes, as `torch.nn.functional.cross_entropy` has it.
+
+    Smoothing mixes the target with the uniform distribution.
+    """
     call = functools.partial(emit, like.graph, like)
     dim = 1 if x.meta["val"].ndim > 1 else 0
     logp = call(aten.log_softmax.int, x, dim) if logits else x
+    spread = call(aten.neg.default, call(aten.mean.dim, logp, [dim])) if smoothing else None
+    if target.meta["val"].is_floating_point():
+        loss = call(aten.neg.default, call(aten.sum.dim_IntList, call(aten.mul.Tensor, logp, target), [dim]))
+        if spread is not None:
+            loss = _mixed(call, loss, spread, smoothing)
+        if reduction in (_MEAN, _SUM):
+            return call(aten.mean.default if reduction == _MEAN else aten.sum.default, loss)
+        return loss
     valid = call(aten.ne.Scalar, target, ignored)
     safe = call(aten.where.self, valid, target, call(aten.zeros_like.default, target))
     picked = call(aten.gather.default, logp, dim, call(aten.unsqueeze.default, safe, dim))
     loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
+    if spread is not None:
+        loss = _mixed(call, loss, spread, smoothing)
     loss = call(aten.where.self, valid, loss, call(aten.zeros_like.default, loss))
     if reduction in (_MEAN, _SUM):
         loss = call(aten.sum.default, loss)
     if reduction == _MEAN:
         loss = call(aten.div.Tensor, loss, call(aten.sum.default, valid))
     return loss
+
+
+def _mixed(call: Callable[..., fx.Node], loss: fx.Node, spread: fx.Node, smoothing: float) -> fx.Node:
+    kept, added = call(aten.mul.Scalar, loss, 1 - smoothing), call(aten.mul.Scalar, spread, smoothing)
+    return call(aten.add.Tensor, kept, added)

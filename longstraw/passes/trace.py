@@ -37,6 +37,7 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
                 f"{compat.source_name(node)} is empty: its shape is {shape}.", remedy="Give it at least one entry."
             )
     _refuse_leaves_returned(gm)
+    _refuse_hooks(gm)
     module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(
@@ -44,6 +45,22 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
         for name, node, fake in zip(names, placeholders, fakes, strict=True)
     )
     return Traced(module, inputs, options)
+
+
+def _refuse_hooks(gm: fx.GraphModule) -> None:
+    """Refuse hooks on gradients of values inside the step: replay sends gradients through other tensors, in parts."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if "register_hook" in (
+                node.target,
+                getattr(node.target, "_name", ""),
+                getattr(node.target, "__name__", ""),
+            ):
+                raise UnsupportedOp(
+                    "A hook is registered on the gradient of a value that the step computes: it would not be called.",
+                    where=user_line(node.meta.get("stack_trace")),
+                    remedy="Register hooks on parameters, which are called as ever, or change the loss instead.",
+                )
 
 
 def _refuse_leaves_returned(gm: fx.GraphModule) -> None:

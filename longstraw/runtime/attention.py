@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw import compat
 from longstraw.runtime.kernels.attention_parts import PartKernel, Rescore, Tile, TileGrads, pick_kernel
 from longstraw.runtime.kernels.fold import Fold
 from longstraw.runtime.key_parts import CUT, Blocks, KeyPart, KeyRange, Plans, QueryTile, cut
@@ -76,10 +77,27 @@ def attend(
         assert part.key.shape[0] == part.value.shape[0] and part.key.shape[0] in (1, rows)
         assert part.key.shape[1] == key.shape[1] and part.value.shape[1] == value.shape[1]
         assert part.key.shape[2] == part.value.shape[2]
+    device = query.device.type
+    autocast = compat.current_autocast(device)
+    if score is not None:
+        score = _under(autocast, score)
+    if build is not None:
+        build = build._replace(function=_under(autocast, build.function))
     call = _Call(start, tuple(earlier), blocks, scale, score, key_tile, {} if plans is None else plans, build)
     inputs = (*score_inputs, *(() if build is None else build.inputs))
-    out: Tensor = _Attend.apply(query, key, value, sink, call, len(score_inputs), *inputs)  # type: ignore[no-untyped-call]
+    with torch.autocast(device, enabled=False):  # dtypes are chosen here
+        out: Tensor = _Attend.apply(query, key, value, sink, call, len(score_inputs), *inputs)  # type: ignore[no-untyped-call]
     return out
+
+
+def _under(autocast: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs under the autocast settings of now, also in backward."""
+
+    def run(*args: Any) -> Any:
+        with compat.autocast_state(autocast):
+            return function(*args)
+
+    return run
 
 
 class Build(NamedTuple):

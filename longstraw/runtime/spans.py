@@ -2,7 +2,8 @@
 
 `Runner` binds a branch to the inputs of one step. `forward` runs a span without autograd; `record` runs it with
 autograd, and `send` sends the gradients of its results and of its state through it, which leaves those of parameters in
-the leaves.
+the leaves. Graphs run under the autocast that surrounded the step, in backward too; gradients flow outside of it, as
+eager's do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from longstraw import compat
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put, sum_rows, take
 from longstraw.runtime.leaves import Leaves, Part, Where
@@ -72,6 +74,7 @@ class Runner:
         self.row_tokens = row_tokens
         self._values = values
         self._tile_bytes = tile_bytes
+        self._autocast = compat.current_autocast(next(v for v in values.values() if isinstance(v, Tensor)).device.type)
         segment = branch.segment
         self.windows = [(self.place_window(head).start, self.place_window(head).stop) for head in segment.heads]
         self.visibility = Visibility(branch, values)
@@ -107,7 +110,8 @@ class Runner:
         if not wanted and not stateful:
             return ()
         graph = self.runs.relay if wanted and stateful else self.runs.score if wanted else self.runs.capture
-        outputs = graph(self._mixing(where), *self._arguments(where, None, []), *self._boundary(where, None))
+        with compat.autocast_state(self._autocast):
+            outputs = graph(self._mixing(where), *self._arguments(where, None, []), *self._boundary(where, None))
         slots, after, hidden = self._parts_of(outputs, stateful, wanted)
         if keep is not None:
             keep.append(slots)
@@ -134,7 +138,7 @@ class Runner:
         if not wanted and not appends:
             return SpanGraph(where, (), (), (), (), ())
         parts: list[Part] = []
-        with torch.enable_grad():
+        with torch.enable_grad(), compat.autocast_state(self._autocast):
             before = where.boundary_leaves([carry.learns for carry in self.branch.carries])
             arguments = self._arguments(where, leaves, parts)
             graph = self.runs.relay if wanted and appends else self.runs.score if wanted else self.runs.capture
@@ -244,7 +248,8 @@ class Runner:
         ]
         inputs = self._inputs(head.graph.inputs, where, lo, hi, leaves, parts)
         run = self.runs.heads[self.segment.heads.index(head)]
-        return run(count, hi - lo, *inputs, *cut)
+        with compat.autocast_state(self._autocast):
+            return run(count, hi - lo, *inputs, *cut)
 
     def _frontier_layout(self, index: int) -> Any:
         head = self.segment.heads[0].graph.module

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longstraw import compat
 from longstraw.errors import BackwardTwice, BadInput, DoubleBackward, ParametersChanged
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.transaction import BranchRun
@@ -77,7 +76,6 @@ class _Branch(torch.autograd.Function):
     def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.versions = run.versions()
-        ctx.autocast = compat.current_autocast(run.device.type)
         results = run.forward(keep=True)
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
         ctx.set_materialize_grads(False)
@@ -100,12 +98,11 @@ class _Branch(torch.autograd.Function):
         changed = [now[key][0] for key, before in ctx.versions.items() if now[key] != before]
         if changed:
             raise ParametersChanged(
-                f"{changed[0]} was changed in place between the step's forward and its backward"
+                f"{changed[0]} was changed or replaced between the step's forward and its backward"
                 f"{f', and {len(changed) - 1} more tensors' if len(changed) > 1 else ''}.",
                 remedy="Run backward before optimizer.step() and before loading or averaging weights.",
             )
         ctx.run = None
         wanted = [node for node, needed in zip(run.differentiable, ctx.needs_input_grad[1:], strict=True) if needed]
-        with compat.autocast_state(ctx.autocast):
-            leaves = run.backward(grads)
+        leaves = run.backward(grads)
         return (None, *(leaves.gradient(node) if node in wanted else None for node in run.differentiable))

@@ -78,8 +78,14 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
     size = count * dtype.itemsize
     if not count:
         return torch.empty(shape, dtype=dtype)
-    free = shutil.disk_usage(folder).free
-    handle, path = tempfile.mkstemp(prefix="longstraw-", suffix=".state", dir=folder)
+    try:
+        free = shutil.disk_usage(folder).free
+        handle, path = tempfile.mkstemp(prefix="longstraw-", suffix=".state", dir=folder)
+    except OSError as error:
+        raise TierFull(
+            f"No file for the state of {owner} can be made in {folder}: {error.strerror}.",
+            remedy="Name a folder that exists and can be written to: options={'state_tier': FOLDER}.",
+        ) from error
     try:
         if size > free:
             raise OSError("it would not fit")
@@ -92,6 +98,11 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
         raise TierFull(
             f"The state of {owner} needs {size / 2**20:.1f} MiB in {folder}, which has {free / 2**20:.1f} MiB free.",
             remedy="Name a folder with more room: options={'state_tier': FOLDER}.",
+        ) from error
+    except RuntimeError as error:
+        raise TierFull(
+            f"A file of {size / 2**20:.1f} MiB for the state of {owner} can't be mapped into memory: {error}.",
+            remedy="A process has a limit on mappings (vm.max_map_count): use longer spans or a larger boundary_every.",
         ) from error
     finally:
         os.close(handle)

@@ -119,8 +119,8 @@ class BranchRun:
             tree = prefix_tree.split_at(tree, self.first_result)
         return tree
 
-    def versions(self) -> dict[str, tuple[str, int]]:
-        """Return for everything that backward reads again the user's name of it and its version counter."""
+    def versions(self) -> dict[str, tuple[str, tuple[int, int]]]:
+        """Return for everything that backward reads again the user's name of it, its version counter and its place."""
         sources = {i.name: i.source for i in self.sources}
         names = {_memory(value): sources[node.name] for node, value in self.values.items() if node.name in sources}
         graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
@@ -132,7 +132,7 @@ class BranchRun:
         read += [node for program in self.branch.masks for node in program.inputs]
         # A computed value may be a view of an input, e.g. responses[..., None], and shares its counter then.
         return {
-            node.name: (names.get(_memory(value), node.name), value._version)
+            node.name: (names.get(_memory(value), node.name), (value._version, value.data_ptr()))
             for node, value in ((node, self.values[node]) for node in read)
             if isinstance(value, Tensor)
         }

@@ -155,6 +155,16 @@ def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    (tmp_path / "gone").mkdir()
+    step = compiled(tmp_path / "gone")
+    step(model, **STEP.inputs(model))
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(errors.TierFull, match=r"(?s)No file for the state of rows 0.*No such file.*state_tier"):
+        step(model, **STEP.inputs(model, prompt=40, response=9))
+
+
 @pytest.mark.parametrize("found_out", ["before", "while making room"])
 def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found_out: str) -> None:
     model = zoo.build("llama")

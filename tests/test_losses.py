@@ -1,0 +1,182 @@
+"""What a step makes of the logits: cuts, reductions and losses on per-token values, equal to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longstraw import errors
+from tests.small import Tiny, assert_same, inputs, step
+
+
+def rows(prompt: Tensor, responses: Tensor) -> Tensor:
+    return torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+
+
+def chosen(logits: Tensor, ids: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
+
+
+def cut_last(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    return chosen(model(ids)[:, :-1], ids[:, 1:])[:, prompt.shape[1] - 1 :].mean()
+
+
+def cut_last_and_weighted(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    return (chosen(model(ids)[:, :-1], ids[:, 1:])[:, -responses.shape[1] :] * weights).sum()
+
+
+def cut_twice(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    logp = chosen(model(ids)[:, :-1], ids[:, 1:])
+    return logp[:, prompt.shape[1] - 1 :].mean() + logp[:, prompt.shape[1] :].exp().mean()
+
+
+def labels_rolled(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    logp = chosen(model(ids), ids.roll(-1, 1))[:, prompt.shape[1] - 1 : -1]
+    return logp.softmax(1)[:, 0].sum() + logp.amax(1).mean()
+
+
+def largest(model, prompt, responses, weights):
+    return (model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1].max(-1).values * weights).mean()
+
+
+def largest_three(model, prompt, responses, weights):
+    return model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1].topk(3, -1).values.mean()
+
+
+def entropy_cut(model, prompt, responses, weights):
+    p = model(rows(prompt, responses)).softmax(-1)
+    return -(p * p.log()).sum(-1)[:, prompt.shape[1] - 1 : -1].mean()
+
+
+def sequence_ratio(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    logp = chosen(model(ids)[:, :-1], ids[:, 1:])[:, prompt.shape[1] - 1 :]
+    return (logp.mean(1).exp() * weights[:, 0]).sum()
+
+
+def smoothed(model, prompt, responses, weights):
+    logits = model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+    return F.cross_entropy(logits.flatten(0, 1), responses.flatten(), label_smoothing=0.1)
+
+
+def smoothed_where_not_ignored(model, prompt, responses, weights):
+    logits = model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+    labels = responses.masked_fill(weights < 0, -100)
+    losses = F.cross_entropy(logits.mT, labels, label_smoothing=0.2, reduction="none")
+    return (losses * weights).sum() + F.cross_entropy(logits.mT, labels, label_smoothing=0.3, reduction="sum")
+
+
+LOSSES = [
+    cut_last,
+    cut_last_and_weighted,
+    cut_twice,
+    labels_rolled,
+    largest,
+    largest_three,
+    entropy_cut,
+    sequence_ratio,
+    smoothed,
+    smoothed_where_not_ignored,
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_equals_eager(loss: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    assert_same(Tiny(), *inputs(), function=loss)
+
+
+@pytest.mark.parametrize("replay_rows", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 4, 1), (1, 4, 1), ()], ids=str)
+def test_temperatures_that_learn_equal_eager(shape: tuple[int, ...], replay_rows: int) -> None:
+    """An input that runs over rows or tokens is read by them, whether it needs a gradient or not."""
+
+    def warm(model, prompt, responses, weights, temperature):
+        logits = model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1] / temperature
+        return (chosen(logits, responses) * weights).sum()
+
+    generator = torch.Generator().manual_seed(3)
+    temperature = (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5).requires_grad_()
+    torch._dynamo.reset()
+    assert_same(Tiny(), *inputs(), temperature, function=warm, replay_rows=replay_rows)
+    ours, temperature.grad = temperature.grad, None  # of eager's run and the compiled one
+    warm(Tiny(), *inputs(), temperature).backward()
+    torch.testing.assert_close(ours, 2 * temperature.grad, rtol=1e-10, atol=1e-12)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def hook_on_logits(model, prompt, responses, weights):
+    logits = model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+    logits.register_hook(lambda grad: grad * 3)
+    return (chosen(logits, responses) * weights).sum()
+
+
+def hook_on_results(model, prompt, responses, weights):
+    logp = chosen(model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1], responses)
+    logp.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    return (logp * weights).sum()
+
+
+@pytest.mark.parametrize("function", [hook_on_logits, hook_on_results])
+def test_hooks_on_values_inside_the_step_are_refused(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(errors.UnsupportedOp, match=r"(?s)hook.*register_hook.*on parameters"):
+        assert_same(Tiny(), *inputs(), function=function)
+
+
+def test_hooks_that_a_module_puts_on_its_output_are_refused() -> None:
+    model = Tiny()
+    model.up.register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: grad * 3) and None)
+    torch._dynamo.reset()
+    with pytest.raises(errors.UnsupportedOp, match="hook"):
+        torch.compile(step, backend="longstraw")(model, *inputs())
+
+
+def test_hooks_on_parameters_are_called() -> None:
+    model = Tiny()
+    model.up.weight.register_hook(lambda grad: grad * 3)
+    torch._dynamo.reset()
+    assert_same(model, *inputs())
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_an_island_of_float32_under_autocast_is_float32(where: str) -> None:
+    """Values, state and gradients of the island are what they are without autocast."""
+
+    def inner(model: nn.Module, *args: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return step(model, *args)
+
+    def mixed(model: nn.Module, *args: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(model, *args)
+
+    model = Tiny().float()
+    prompt, responses, weights = inputs(prompt=30)
+    given = prompt, responses, weights.float()
+    torch._dynamo.reset()
+    function = inner if where == "around" else mixed
+    compiled = torch.compile(function, backend="longstraw", options={"span_tokens": 4, "page_tokens": 2})
+    found = []
+    for run in (step, compiled):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "around" and run is compiled):
+            loss = run(model, *given)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for got, want in zip(found[1], found[0], strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
