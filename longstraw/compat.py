@@ -264,6 +264,9 @@ def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
         return make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
 
 
+tree_leaves = pytree.tree_leaves
+
+
 def fake_mode(value: Any) -> contextlib.AbstractContextManager[Any]:
     """Return the mode that the first fake tensor of a structure belongs to; one that does nothing without any."""
     modes = [leaf.fake_mode for leaf in pytree.tree_leaves(value) if hasattr(leaf, "fake_mode")]
@@ -356,5 +359,7 @@ read_data = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def current_autocast(device: str) -> tuple[tuple[str, bool, torch.dtype], ...]:
-    """Return the autocast settings in force for a device type, for `autocast_state`."""
+    """Return the autocast settings in force for a device type, for `autocast_state`; none where it has no autocast."""
+    if not torch.amp.is_autocast_available(device):  # as on the meta device
+        return ()
     return ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),)

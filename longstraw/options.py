@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch._dynamo
 
 from longstraw.errors import OptionsError
 
@@ -69,7 +68,7 @@ class Options:
             raise OptionsError(f"rules={self.rules!r}: expected a tuple of longstraw.Rule and longstraw.Scan.")
         object.__setattr__(self, "rules", tuple(self.rules))
         if isinstance(self.inner_backend, str):
-            known = torch._dynamo.list_backends(exclude_tags=())
+            known = torch.compiler.list_backends(exclude_tags=())
             if self.inner_backend not in known:
                 raise OptionsError(
                     f"inner_backend={self.inner_backend!r}: there is no torch.compile backend of this name.",

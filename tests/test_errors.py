@@ -19,6 +19,7 @@ from longstraw.runtime import mixing
 from longstraw.runtime.state import Store
 from tests.models import zoo
 from tests.steps import STEPS, response_logp
+from tests.sweeps import sweep
 
 OPTIONS = {"span_tokens": 7, "page_tokens": 4}
 THIS_FILE = "test_errors.py"
@@ -426,7 +427,7 @@ def live_stores() -> list[Store]:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("count", [1, 4, 9])
+@pytest.mark.parametrize("count", sweep([1, 4, 9], always=[4]))
 def test_an_error_in_the_middle_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, when: str, count: int) -> None:
     model, inputs = model_and_inputs()
     step = compiled()

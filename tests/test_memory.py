@@ -113,6 +113,7 @@ def test_peak_does_not_grow_with_a_prompt_whose_state_is_in_files(
         return found
 
     monkeypatch.setattr(tiers, "_mapped", uncounted)
+    monkeypatch.setattr(attention.attend, "__kwdefaults__", {**attention.attend.__kwdefaults__, "key_tile": 16})
     model = zoo.build("llama", layers=LAYERS)
     step = compiled(span_tokens=16, state_tier=str(tmp_path))
     peaks, sizes = [], []
@@ -121,8 +122,8 @@ def test_peak_does_not_grow_with_a_prompt_whose_state_is_in_files(
         peaks.append(peak(live, step, model, STEP.inputs(model, prompt=prompt, response=8, group=2)))
         sizes.append(in_files)
     assert sizes[1] - sizes[0] >= 256 * 2 * STATE_BYTES  # state and its gradients
-    # Token ids, masks and what attention stages, which is less than the state of a layer.
-    assert (peaks[1] - peaks[0]) / 256 < 2 * STATE_BYTES / LAYERS
+    # A few numbers of each row: token ids, positions, what was compared.
+    assert (peaks[1] - peaks[0]) / 256 < 2 * STATE_BYTES / 16
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("gather_cost", [1e-9, 1e9], ids=["gathered", "masked"])
+@pytest.mark.parametrize("gather_cost", [1e-9, pytest.param(1e9, marks=pytest.mark.slow)], ids=["gathered", "masked"])
 def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
     live: Live, monkeypatch: pytest.MonkeyPatch, gather_cost: float
 ) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from longstraw import compat
 from longstraw.passes.functional import is_its_operand
@@ -46,7 +45,7 @@ def resolve_dtypes(graph: fx.Graph) -> None:
 
 def _meets_autocast(graph: fx.Graph) -> bool:
     devices = {x.device.type for node in graph.nodes for x in _tensors(node.meta.get("val"))}
-    return any(map(torch.is_autocast_enabled, devices)) or any(
+    return any(enabled for device in devices for _, enabled, _ in compat.current_autocast(device)) or any(
         getattr(node.target, "__name__", "") == "_enter_autocast" for node in graph.nodes
     )
 
@@ -56,7 +55,7 @@ def _dtypes(value: Any) -> list[torch.dtype]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return [x for x in compat.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _entered(node: fx.Node) -> tuple[str, bool, torch.dtype]:

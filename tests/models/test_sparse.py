@@ -55,7 +55,7 @@ def assert_every_form_equals_eager(
                 assert error < 1e-10, (name, prompt, response, key)
 
 
-@pytest.mark.parametrize("span_tokens", [1, 7, 64])
+@pytest.mark.parametrize("span_tokens", sweep([1, 7, 64], always=[7]))
 def test_shared_selections_equal_eager(monkeypatch: pytest.MonkeyPatch, span_tokens: int) -> None:
     """Prompts shorter than top-k, in spans that top-k ends in, and far longer."""
     lengths = ((2, 2), (3, 5), (19, 5), (41, 3))
