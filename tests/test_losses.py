@@ -112,6 +112,96 @@ def test_temperatures_that_learn_equal_eager(shape: tuple[int, ...], replay_rows
     torch.testing.assert_close(ours, 2 * temperature.grad, rtol=1e-10, atol=1e-12)
 
 
+# --- whole objectives -------------------------------------------------------------------------------------------------
+
+
+class WithReference(Tiny):
+    """A policy and a frozen reference of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference = Tiny(inner=20).requires_grad_(False)
+        with torch.no_grad():
+            self.reference.table.weight.add_(0.3)
+
+
+KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: difference,
+    "k2": lambda difference: difference**2 / 2,
+    "k3": lambda difference: (-difference).exp() + difference - 1,
+}
+
+
+@pytest.mark.parametrize("estimator", KL)
+def test_kl_to_a_reference_that_is_scored_in_the_step(estimator: str) -> None:
+    """Estimators as named in http://joschu.net/blog/kl-approx.html; the sampler's ratio is truncated, a constant."""
+
+    def objective(model, prompt, responses, weights):
+        ids, start = rows(prompt, responses), prompt.shape[1] - 1
+        with torch.no_grad():
+            old, reference = (chosen(m(ids)[:, start:-1], responses) for m in (model, model.reference))
+            sampler = old - 0.1 * weights  # what an engine with other kernels said
+            correction = (old - sampler).exp().clamp(max=1.05)
+        new = chosen(model(ids)[:, start:-1], responses)
+        ratio = (new - old).exp()
+        clipped = torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights)
+        return -(correction * clipped - 0.05 * KL[estimator](new - reference)).mean()
+
+    torch._dynamo.reset()
+    assert_same(WithReference(), *inputs(), function=objective)
+
+
+def test_groups_of_different_sizes_with_advantages_from_rewards() -> None:
+    """Two prompts, with one and three responses; rewards, group means and a length penalty computed in the step."""
+
+    def objective(model, ids, groups, rewards, mask):
+        counts = torch.zeros(2, dtype=rewards.dtype).index_add(0, groups, torch.ones_like(rewards))
+        rewards = rewards - 0.01 * mask.sum(1)
+        means = torch.zeros(2, dtype=rewards.dtype).index_add(0, groups, rewards) / counts
+        advantages = (rewards - means[groups])[:, None]
+        logp = chosen(model(ids)[:, :-1], ids[:, 1:])[:, -mask.shape[1] :]
+        kept = torch.where(mask > 0, logp, torch.zeros_like(logp))
+        ratio = (kept - kept.detach()).exp()
+        loss = -(ratio * advantages * mask).sum() / mask.sum()
+        return loss, {"reward": rewards.mean().detach(), "length": mask.sum(1).mean()}
+
+    def loss_alone(*args):
+        return objective(*args)[0]
+
+    prompts, responses, _ = inputs(prompt=9, response=4, group=4)
+    other = prompts.flip(1)
+    ids = torch.cat([torch.cat([other, prompts, prompts, prompts]), responses], 1)
+    mask = torch.ones(4, 4, dtype=torch.float64)
+    mask[2, 2:] = 0  # truncated
+    given = ids, torch.tensor([0, 1, 1, 1]), torch.tensor([0.5, 1.0, 0.0, 0.3], dtype=torch.float64), mask
+    torch._dynamo.reset()
+    assert_same(Tiny(), *given, function=loss_alone)
+    metrics = torch.compile(objective, backend="longstraw")(Tiny(), *given)[1]
+    expected = objective(Tiny(), *given)[1]
+    for name, value in expected.items():
+        torch.testing.assert_close(metrics[name], value, rtol=1e-12, atol=0)
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32() -> None:
+    """Many spans and rows: eager adds once for each weight, longstraw once for each span."""
+    exact, model = Tiny(), Tiny().bfloat16()
+    exact.load_state_dict(model.state_dict())
+    prompt, responses, weights = inputs(prompt=60, response=8, group=6)
+    torch._dynamo.reset()
+    options = {"span_tokens": 4, "page_tokens": 2, "replay_rows": 1}
+    compiled = torch.compile(step, backend="longstraw", options=options)
+    step(exact, prompt, responses, weights).backward()
+    found = []
+    for run in (step, compiled):
+        model.zero_grad()
+        run(model, prompt, responses, weights.bfloat16()).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for name, parameter in exact.named_parameters():
+        eager, ours = ((grads[name].double() - parameter.grad).norm() for grads in found)
+        assert found[1][name].dtype == torch.bfloat16
+        assert ours <= 1.5 * eager + 1e-3 * parameter.grad.norm(), name
+
+
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 

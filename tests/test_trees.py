@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from longstraw.runtime import transaction
+from longstraw.runtime.state import Store
 from tests.small import VOCABULARY, Tiny
 
 Tree = tuple[int, list["Tree"]]
@@ -41,7 +42,19 @@ def compiled() -> object:
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trees(3), st.integers(0, 2**31), st.booleans())
-def test_rows_that_branch_anywhere_equal_eager(compiled: object, tree: Tree, seed: int, last_only: bool) -> None:
+def test_rows_that_branch_anywhere_equal_eager(
+    compiled: object, monkeypatch: pytest.MonkeyPatch, tree: Tree, seed: int, last_only: bool
+) -> None:
+    alive: list[int] = []
+    stores: list[transaction.Store] = []
+    make = Store
+
+    def watched(*args: object, **kwargs: object) -> transaction.Store:
+        stores.append(make(*args, **kwargs))  # type: ignore[arg-type]
+        alive.append(sum(not store.released for store in stores))
+        return stores[-1]
+
+    monkeypatch.setattr(transaction, "Store", watched)
     generator = torch.Generator().manual_seed(seed)
     found = rows((max(tree[0], 5), tree[1]), generator)
     longest = max(map(len, found))
@@ -61,6 +74,12 @@ def test_rows_that_branch_anywhere_equal_eager(compiled: object, tree: Tree, see
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=1e-11)
     for got, want in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert max(alive) <= depth(tree)  # one path from the root to a leaf
+    assert all(store.released for store in stores)
+
+
+def depth(tree: Tree) -> int:
+    return 1 + max(map(depth, tree[1]), default=0)
 
 
 def test_prompts_that_share_a_system_prompt_share_its_capture(compiled: object, monkeypatch) -> None:
