@@ -100,6 +100,8 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
             remedy="Name a folder with more room: options={'state_tier': FOLDER}.",
         ) from error
     except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
         raise TierFull(
             f"A file of {size / 2**20:.1f} MiB for the state of {owner} can't be mapped into memory: {error}.",
             remedy="A process has a limit on mappings (vm.max_map_count): use longer spans or a larger boundary_every.",
