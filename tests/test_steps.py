@@ -21,10 +21,18 @@ ALL_SPANS = ("grpo", "padded_batch", "long_response")
 LOW_PRECISION = {"autocast_inside": 1e-3, "autocast_outside": 1e-3, "autocast_float32_logp": 1e-3, "float32_logp": 1e-7}
 
 
+# Near relatives of steps that always run.
+RELATIVES = ("two_calls_accumulate_inside", "scaled_backward_inside", "gspo_token", "entropy_by_softmax", "dapo")
+
+
+def _is_quick(name: str, span: int) -> bool:
+    return name in ALL_SPANS or (span == 7 and name not in RELATIVES)
+
+
 def spans() -> list[pytest.ParameterSet]:
     """Each step with spans of 7 tokens, and with spans of 1 and of all tokens (slow for most)."""
     return [
-        pytest.param(name, span, id=f"{name}-{span}", marks=() if span == 7 or name in ALL_SPANS else pytest.mark.slow)
+        pytest.param(name, span, id=f"{name}-{span}", marks=() if _is_quick(name, span) else pytest.mark.slow)
         for name in STEPS
         if name not in LOW_PRECISION
         for span in (7, 1, 1000)
