@@ -17,7 +17,7 @@ from torch import fx
 
 from longstraw import arch, ops
 from longstraw.arch import aten as aten_rules
-from longstraw.arch import selection
+from longstraw.arch import selection, views
 from longstraw.arch.rules import LayoutRule, Reader, op_name, packet
 from longstraw.errors import DropoutActive, LongstrawError, user_line
 from longstraw.stages import Branched, Located
@@ -63,7 +63,7 @@ def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
 
 def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kinds: Mapping[fx.Node, str]) -> Any:
     if node.target is operator.getitem:
-        return aten_rules.getitem(reader, node)
+        return views.getitem(reader, node)
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         raise DropoutActive(
             f"{op_name(node)} draws random numbers inside the model: scoring and replay would draw different ones.",

@@ -22,8 +22,8 @@ from torch.fx.node import map_arg
 
 from longstraw import ops
 from longstraw.arch import masks as mask_rules
-from longstraw.arch.aten import REARRANGES
 from longstraw.arch.rules import packet
+from longstraw.arch.views import REARRANGES
 from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line

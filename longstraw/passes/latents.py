@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.arch.aten import REARRANGES
 from longstraw.arch.rules import arguments, emit, packet, tensors
+from longstraw.arch.views import REARRANGES
 from longstraw.layout import Rows, Tokens, bytes_per_token
 from longstraw.passes.carve import runs_over_tokens
 from longstraw.passes.min_cut import min_cut

@@ -34,6 +34,8 @@ def merge_same_passes(
     graph = module.graph
     left, counts, nodes = list(branches), dict.fromkeys(branches, 1), {branch: branch for branch in branches}
     dropped: set[fx.Node] = set()
+    if len(left) < 2:
+        return tuple(left), (1,) * len(left)
     strict, values = _numbers(module, through_detach=False), _numbers(module, through_detach=True)
     for one in branches:
         for other in left:
