@@ -12,7 +12,8 @@ two things set aside, both of which Dynamo can't trace:
   head in tiles by itself.
 
 `gradient_checkpointing=False`: TRL's default would keep one layer's graph instead of all, and longstraw keeps that of
-one short span anyway. With it on, the losses are the same, but the steps of a long run are compiled anew.
+one short span anyway. With it on, the losses are the same, but every time that TRL has sampled and switches
+checkpointing on again, one more hook is put on the embeddings, for which Dynamo compiles anew.
 """
 
 import argparse
