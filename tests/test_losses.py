@@ -202,6 +202,39 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32() -> None:
         assert ours <= 1.5 * eager + 1e-3 * parameter.grad.norm(), name
 
 
+class ComplexGate(Tiny):
+    """A gate computed from pairs taken as complex numbers, which gradients may not enter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = super().hidden(ids)
+        pairs = self.up(x).view(*x.shape[:2], -1, 2)
+        with torch.set_grad_enabled(self.how != "no_grad"):
+            z = torch.view_as_complex(pairs)
+        z = z.detach() if self.how == "detach" else z
+        return x + self.down(torch.tanh(torch.view_as_real(z).flatten(-2)))
+
+
+@pytest.mark.parametrize("how", ["learns", "no_grad", "detach"])
+def test_complex_values_learn_or_do_not_as_in_eager(how: str) -> None:
+    torch._dynamo.reset()
+    assert_same(ComplexGate(how), *inputs())
+
+
+def test_the_ignored_class_may_be_an_argument() -> None:
+    def masked(model, prompt, responses, weights, pad):
+        logits = model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+        labels = responses.masked_fill(weights < 0, pad).flatten()
+        return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=pad)
+
+    torch._dynamo.reset()
+    for pad in (-100, 7):
+        assert_same(Tiny(), *inputs(), pad, function=masked)
+
+
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ def find_branches(step: Normalised) -> Branched:
         step.module, _components(graph, kinds), flow(graph, trained=trained), mixes=_mixes
     )
     left = set(graph.nodes)
+    kinds.update((node, "region") for branch in branches for node in branch)
     return Branched(
         step.module,
         step.inputs,

@@ -96,7 +96,8 @@ def resolve_modes(graph: fx.Graph) -> None:
     for node in frozen:
         value = node.meta.get("val")
         outside = [user for user in node.users if user not in frozen]
-        if not isinstance(value, torch.Tensor) or not outside or not value.is_floating_point():
+        learns = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        if not learns or not outside:
             continue
         with graph.inserting_after(node):
             cut = graph.call_function(aten.detach.default, (node,))

@@ -170,7 +170,7 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         same = before.dtype == after.dtype and before.device == after.device
         return operands[0] if same else None
     if name is aten.detach:
-        return None if before.is_floating_point() else operands[0]
+        return None if before.is_floating_point() or before.is_complex() else operands[0]
     if name is aten.slice:
         a = arguments(node)
         end = a["end"]
@@ -202,7 +202,7 @@ def _decompose_losses(graph: fx.Graph) -> None:
                 a["self"],
                 a["target"],
                 reduction=int(a["reduction"]),
-                ignored=int(a["ignore_index"]),
+                ignored=a["ignore_index"],
                 logits=name is aten.cross_entropy_loss,
                 smoothing=float(a.get("label_smoothing") or 0.0),
             )
@@ -212,7 +212,7 @@ def _decompose_losses(graph: fx.Graph) -> None:
 
 
 def _negative_log_likelihood(
-    like: fx.Node, x: fx.Node, target: fx.Node, *, reduction: int, ignored: int, logits: bool, smoothing: float
+    like: fx.Node, x: fx.Node, target: fx.Node, *, reduction: int, ignored: Any, logits: bool, smoothing: float
 ) -> fx.Node:
     """Write out a loss on class numbers, or on probabilities of classes, as `torch.nn.functional.cross_entropy` has it.
 

@@ -33,26 +33,22 @@ def merge_same_passes(
     """
     graph = module.graph
     left, counts, nodes = list(branches), dict.fromkeys(branches, 1), {branch: branch for branch in branches}
-    dropped: set[fx.Node] = set()
     if len(left) < 2:
         return tuple(left), (1,) * len(left)
     strict, values = _numbers(module, through_detach=False), _numbers(module, through_detach=True)
+    dropped: set[fx.Node] = set()
     for one in branches:
-        for other in left:
-            if one is other or one not in left:
+        for other in branches:
+            if one is other or one not in left or other not in left:
                 continue
-            same = strict if not learns.isdisjoint(one) else values
-            twins = {same[node]: node for node in nodes[other]}
-            across = [node for node in one if mixes(node)]
-            if not across or not all(same[node] in twins for node in across):
-                continue
-            known = [node for node in one if same[node] in twins]
-            for node in known:
-                node.replace_all_uses_with(twins[same[node]])
-            dropped.update(known)
-            nodes[other] += tuple(node for node in one if same[node] not in twins)
-            counts[other] += counts[one]
-            left.remove(one)
+            twins = _twins(nodes[one], nodes[other], learns, strict, values)
+            across = [node for node in nodes[one] if mixes(node)]
+            if across and all(node in twins for node in across):
+                cuts = _replace(graph, twins, learns)
+                dropped.update(twins)
+                nodes[other] += (*cuts, *(node for node in nodes[one] if node not in twins))
+                counts[other] += counts[one]
+                left.remove(one)
     if dropped:
         _put_in_order(graph)
         for node in reversed(list(graph.nodes)):
@@ -61,6 +57,46 @@ def merge_same_passes(
     order = {node: place for place, node in enumerate(graph.nodes)}
     merged = tuple(tuple(sorted(nodes[branch], key=order.__getitem__)) for branch in left)
     return merged, tuple(counts[branch] for branch in left)
+
+
+def _twins(
+    one: Branch,
+    other: Branch,
+    learns: frozenset[fx.Node],
+    strict: dict[fx.Node, int],
+    values: dict[fx.Node, int],
+) -> dict[fx.Node, fx.Node]:
+    """Return for nodes of one branch those of the other that can stand for them.
+
+    A node that gradients flow through needs one that they flow through in the same way. For others the value is enough.
+    """
+    learning = {strict[node]: node for node in other if node in learns}
+    known = {values[node]: node for node in other if node in values}
+    found: dict[fx.Node, fx.Node] = {}
+    inside = set(one)
+    for node in one:
+        several = not isinstance(node.meta.get("val"), torch.Tensor) and not inside.issuperset(node.users)
+        twin = learning.get(strict[node]) if node in learns else known.get(values.get(node, -1))
+        if twin is not None and (node in learns or not several):
+            found[node] = twin
+    return found
+
+
+def _replace(graph: fx.Graph, twins: dict[fx.Node, fx.Node], learns: frozenset[fx.Node]) -> list[fx.Node]:
+    """Let what reads a node and stays read its twin: detached, where no gradient flowed; return the new `detach`es."""
+    cuts: dict[fx.Node, fx.Node] = {}
+    for node, twin in twins.items():
+        value = node.meta.get("val")
+        cut = (
+            node not in learns and isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        )
+        for user in [user for user in node.users if user not in twins]:
+            if cut and twin not in cuts:
+                with graph.inserting_after(twin):
+                    cuts[twin] = graph.call_function(aten.detach.default, (twin,))
+                cuts[twin].meta = dict(twin.meta)
+            user.replace_input_with(node, cuts[twin] if cut else twin)
+    return list(cuts.values())
 
 
 def _numbers(module: fx.GraphModule, *, through_detach: bool) -> dict[fx.Node, int]:

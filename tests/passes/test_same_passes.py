@@ -51,6 +51,81 @@ def other_heads(model, prompt, responses, weights):
     return (logp(model, prompt, responses) * weights * bonus).sum()
 
 
+def logits_of(model: nn.Module, prompt: Tensor, responses: Tensor) -> Tensor:
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    return model(ids)[:, prompt.shape[1] - 1 : -1]
+
+
+def chosen(logits: Tensor, responses: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, responses[..., None]).squeeze(-1)
+
+
+def old_logits_first(model, prompt, responses, weights):
+    """What isn't to learn is wide where it is cut off, and goes on outside of no_grad."""
+    with torch.no_grad():
+        old = logits_of(model, prompt, responses)
+    return ((logp(model, prompt, responses) - chosen(old, responses)).exp() * weights).sum()
+
+
+def detached_entropy_first(model, prompt, responses, weights):
+    logs = torch.log_softmax(logits_of(model, prompt, responses).detach(), -1)
+    return (logp(model, prompt, responses) * -(logs.exp() * logs).sum(-1) * weights).sum()
+
+
+def largest_of_detached_first(model, prompt, responses, weights):
+    """An op with two results, of which one is read outside."""
+    with torch.no_grad():
+        values, places = logits_of(model, prompt, responses).max(-1)
+    return ((logp(model, prompt, responses) - values) * weights * (places != responses)).sum()
+
+
+def three_passes(model, prompt, responses, weights):
+    with torch.no_grad():
+        logs = torch.log_softmax(logits_of(model, prompt, responses) / 2, -1)
+        entropy = -(logs.exp() * logs).sum(-1)
+    new = logp(model, prompt, responses)
+    with torch.no_grad():
+        old = logp(model, prompt, responses)
+    return ((new - old).exp() * weights * entropy).sum()
+
+
+def three_temperatures(model, prompt, responses, weights):
+    found = [chosen(logits_of(model, prompt, responses) / t, responses) for t in (1.0, 2.0, 3.0)]
+    return ((found[0] * weights) + found[1] ** 2 + found[2] ** 3).sum()
+
+
+def frozen_between(model, prompt, responses, weights):
+    new = logp(model, prompt, responses)
+    with torch.no_grad():
+        old = logits_of(model, prompt, responses)
+    return (new * weights + chosen(old, responses) ** 2 + logp(model, prompt, responses) ** 3).sum()
+
+
+def frozen_temperature_beside_one_that_learns(model, prompt, responses, weights):
+    """Two that are equal but for their gradients, and a third pass between them."""
+    with torch.no_grad():
+        warm = logits_of(model, prompt, responses) / 2
+    cold = logp(model, prompt, responses)
+    learned = chosen(logits_of(model, prompt, responses) / 2, responses)
+    return (chosen(warm, responses) * cold * weights + learned**2).sum()
+
+
+TWICE = [old_logits_first, detached_entropy_first, largest_of_detached_first]
+THRICE = [three_passes, three_temperatures, frozen_between, frozen_temperature_beside_one_that_learns]
+
+
+@pytest.mark.parametrize(
+    ("step", "passes"),
+    [*((step, 2) for step in TWICE), *((step, 3) for step in THRICE)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_gradients_end_where_they_did_before_passes_were_joined(step: Callable[..., Tensor], passes: int) -> None:
+    torch._dynamo.reset()
+    (segment,) = records(step, Tiny(), *inputs())["partition"].segments
+    assert segment.passes == passes
+    assert_same(Tiny(), *inputs(), function=step)
+
+
 class Island(Tiny):
     """Has a part without gradient, which gradients must not enter when the pass around it is merged."""
 
