@@ -86,13 +86,16 @@ class StaticTokens(LongstrawError, NotImplementedError):
 
     def __init__(self, tokens: int, *, where: str) -> None:
         self.tokens = tokens
-        short = f"Rows of up to {SHORT_ROW} tokens are run as traced: use longer ones here. " * (tokens <= SHORT_ROW)
+        loops = (
+            "The model's code turns the length into a Python number or loops over tokens, as recurrent models do: name "
+            "the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay symbolic."
+        )
         super().__init__(
             f"The number of tokens of a row was traced as the constant {tokens}.",
             where=where,
-            remedy=f"{short}The model's code turns the length into a Python number or loops over tokens, as recurrent "
-            "models do: name the function that loops with Options(rules=(longstraw.Scan(...),)). Lengths must stay "
-            "symbolic.",
+            remedy=loops
+            if tokens > SHORT_ROW
+            else "Rows this short are run as they were traced: use longer ones here.",
         )
 
 

@@ -58,7 +58,7 @@ def explain(
     """Rewrite a step for these arguments and show the result; the step's graph is not run.
 
     Args:
-        step: the step, not compiled (or what `torch.compile` returned for it).
+        step: the step, or what `torch.compile` returned for it, whose options are not read.
         *args, **kwargs: its arguments; models and tensors may be on the meta device.
         options: as for `torch.compile(..., options=...)`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,7 +55,7 @@ class Options:
         _one_of("check", self.check, ("off", "structure", "numbers"))
         for name in ("span_tokens", "replay_rows", "boundary_every"):
             if getattr(self, name) != "auto":
-                _positive(name, getattr(self, name), or_auto=True)
+                _positive(name, getattr(self, name), or_auto=" or 'auto'")
         _positive("page_tokens", self.page_tokens)
         object.__setattr__(self, "state_tier", _tier(self.state_tier))
         if isinstance(self.grad_dtype, str):
@@ -65,10 +66,10 @@ class Options:
         if not isinstance(self.progress, bool):
             raise OptionsError(f"progress={self.progress!r}: expected True or False.")
         if not isinstance(self.rules, Iterable) or not all(hasattr(rule, "target") for rule in self.rules):
-            raise OptionsError(f"rules={self.rules!r}: expected a tuple of longstraw.Rule and longstraw.Scan.")
+            raise OptionsError(f"rules={self.rules!r}: expected a tuple, each a longstraw.Rule or a longstraw.Scan.")
         object.__setattr__(self, "rules", tuple(self.rules))
         if isinstance(self.inner_backend, str):
-            known = torch.compiler.list_backends(exclude_tags=())
+            known = [name for name in torch.compiler.list_backends(exclude_tags=()) if name != "longstraw"]
             if self.inner_backend not in known:
                 raise OptionsError(
                     f"inner_backend={self.inner_backend!r}: there is no torch.compile backend of this name.",
@@ -101,8 +102,10 @@ def _tier(value: object) -> str:
     folder = os.path.expanduser(os.fspath(value)) if isinstance(value, str | os.PathLike) else None
     if folder is None or not os.path.isdir(folder):
         raise OptionsError(f"state_tier={value!r}: expected 'device', 'host', or a folder that exists.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OptionsError(f"state_tier={value!r}: files can't be made in this folder.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OptionsError(f"state_tier={value!r}: files can't be made in this folder: {error.strerror}.") from error
     return os.path.abspath(folder)
 
 
@@ -111,6 +114,6 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise OptionsError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
 
 
-def _positive(name: str, value: object, *, or_auto: bool = False) -> None:
+def _positive(name: str, value: object, *, or_auto: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionsError(f"{name}={value!r}: expected a positive integer{' or auto' if or_auto else ''}.")
+        raise OptionsError(f"{name}={value!r}: expected a positive integer{or_auto}.")

@@ -73,7 +73,7 @@ def verify(
     prompt.
 
     Args:
-        step: the step, not compiled (or what `torch.compile` returned for it).
+        step: the step, or what `torch.compile` returned for it, whose options are not read.
         *args, **kwargs: its arguments.
         options: as for `torch.compile(..., options=...)`.
 

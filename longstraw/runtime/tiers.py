@@ -10,6 +10,7 @@ memory and unlinked. Nothing is left behind, however the process ends.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -88,7 +89,7 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
         ) from error
     try:
         if size > free:
-            raise OSError("it would not fit")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(handle, 0, size)  # room that later writes can't fail to find
         else:
@@ -96,14 +97,14 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
         return torch.from_file(path, shared=True, size=count, dtype=dtype).view(shape)
     except OSError as error:
         raise TierFull(
-            f"The state of {owner} needs {size / 2**20:.1f} MiB in {folder}, which has {free / 2**20:.1f} MiB free.",
+            f"The state of {owner} can't have {size:,} bytes in {folder}, which has {free:,} free: {error.strerror}.",
             remedy="Name a folder with more room: options={'state_tier': FOLDER}.",
         ) from error
     except RuntimeError as error:
         if "mmap" not in str(error):
             raise
         raise TierFull(
-            f"A file of {size / 2**20:.1f} MiB for the state of {owner} can't be mapped into memory: {error}.",
+            f"A file of {size:,} bytes for the state of {owner} can't be mapped into memory: {error}.",
             remedy="A process has a limit on mappings (vm.max_map_count): use longer spans or a larger boundary_every.",
         ) from error
     finally:
