@@ -78,7 +78,9 @@ def compiled(span_tokens: int, **options: Any) -> Any:
     return torch.compile(STEP.function, backend="longstraw", options=options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "mamba2", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_5_text", pytest.param("mamba2", marks=pytest.mark.slow), "glm_moe_dsa"]
+)
 def test_peak_does_not_depend_on_the_group(live: Live, name: str) -> None:
     model = zoo.build(name)
     step = compiled(span_tokens=16)

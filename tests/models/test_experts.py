@@ -9,9 +9,10 @@ import longstraw
 from longstraw import ops
 from tests.models import zoo
 from tests.steps import STEPS
+from tests.sweeps import sweep
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", sweep([1, 3], always=[1]))
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_default_expert_dispatch_equals_eager(name: str, group: int) -> None:
     model = zoo.build(name, dtype=torch.float32)
@@ -22,7 +23,7 @@ def test_default_expert_dispatch_equals_eager(name: str, group: int) -> None:
     assert parity.relative_l2 < 1e-5 and parity.worst[1] < 1e-4 and not parity.missing, str(parity)
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", sweep([1, 3], always=[3]))
 def test_experts_run_on_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     """Sorted, multiplied and put back a tile at a time, positions among the tile's tokens counted anew."""
     monkeypatch.setattr(ops, "TILE_BYTES", 20000)
