@@ -31,6 +31,7 @@ from longstraw.passes.partition import partition
 from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import hidden_inputs, may_have_model, returns_hidden, trace
 from longstraw.render import render
+from longstraw.runtime.budget import Budget
 from longstraw.runtime.step import run_step
 from longstraw.selfcheck import checked_at_first_call
 from longstraw.stages import Lowered
@@ -117,7 +118,7 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
             return piece.forward
         if program is None:
             return piece.forward
-        run = functools.partial(run_step, program)
+        run = functools.partial(run_step, program, Budget(program))
         return checked_at_first_call(program, run) if options.check == "numbers" else run
 
     return split_at_backward(gm, compile_piece=compile_piece)

@@ -27,9 +27,12 @@ from torch._dynamo.variables import PolyfilledFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
@@ -271,6 +274,39 @@ def fake_mode(value: Any) -> contextlib.AbstractContextManager[Any]:
     """Return the mode that the first fake tensor of a structure belongs to; one that does nothing without any."""
     modes = [leaf.fake_mode for leaf in pytree.tree_leaves(value) if hasattr(leaf, "fake_mode")]
     return modes[0] if modes else contextlib.nullcontext()
+
+
+def new_fake_mode() -> Any:
+    """Return a mode under which operators compute sizes and dtypes only; real tensors among them are taken for fake."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def as_fake(mode: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor of a mode with a tensor's sizes, strides, dtype and device; a leaf where it learns."""
+    with mode:
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return fake.requires_grad_(value.requires_grad)
+
+
+def may_hold(condition: torch.Tensor) -> bool:
+    """Return whether a condition of one number is true; a fake one may be."""
+    return isinstance(condition, FakeTensor) or bool(condition)
+
+
+def true_places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the indices of a mask's true entries, one tensor for each dim; of a fake mask, as many as there could be."""
+    if isinstance(mask, FakeTensor):
+        return tuple(mask.new_empty(mask.numel(), dtype=torch.int64) for _ in range(mask.dim()))
+    return mask.nonzero(as_tuple=True)
+
+
+leaves_of = pytree.tree_leaves
+DispatchMode = TorchDispatchMode
+"""A context that sees every operator."""
+StorageReference = StorageWeakRef
+"""Knows whether a storage is alive, and keeps no storage so."""
+outside_of_fakes = unset_fake_temporarily
+"""A context in which operators compute, also within a fake tensor mode."""
 
 
 def shape_env(fakes: Sequence[Any]) -> ShapeEnv | None:

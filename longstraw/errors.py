@@ -123,6 +123,10 @@ class TierFull(LongstrawError, OSError):
     """There is no room for captured state where it was told to rest."""
 
 
+class BudgetTooSmall(LongstrawError, ValueError):
+    """No plan of the step fits the memory budget."""
+
+
 class StateMisuse(LongstrawError, RuntimeError):
     """Captured state was read after release, released twice, or leaked."""
 

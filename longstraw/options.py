@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ class Options:
             recurrences and convolutions) and computes the ones between anew, or "auto": 1 until they take 256 MiB.
         state_tier: where captured state rests between the spans that read it: "device", "host" (pinned memory), or a
             folder for files. Results are the same, bit for bit.
+        memory_budget: bytes on the device for weights, gradients and all that the step takes, as a number or as text
+            such as "12GiB", or None: what is "auto" above, and a state_tier of "device" where host memory is another,
+            are chosen so that the step's plan fits.
         page_tokens: a prefix that only some rows share is captured once when it has at least this many tokens.
         grad_dtype: accumulation dtype of state and parameter gradients (never narrower than the tensor's own).
         inner_backend: what runs graphs without a model, and the segment graphs between their attentions: "eager",
@@ -43,6 +47,7 @@ class Options:
     replay_rows: int | Literal["auto"] = "auto"
     boundary_every: int | Literal["auto"] = "auto"
     state_tier: str = "device"
+    memory_budget: int | str | None = None
     page_tokens: int = 64
     grad_dtype: torch.dtype = torch.float32
     inner_backend: str | Any = "eager"
@@ -57,6 +62,7 @@ class Options:
             if getattr(self, name) != "auto":
                 _positive(name, getattr(self, name), or_auto=" or 'auto'")
         _positive("page_tokens", self.page_tokens)
+        object.__setattr__(self, "memory_budget", _bytes(self.memory_budget))
         object.__setattr__(self, "state_tier", _tier(self.state_tier))
         if isinstance(self.grad_dtype, str):
             _one_of("grad_dtype", self.grad_dtype, tuple(_GRAD_DTYPES))
@@ -107,6 +113,20 @@ def _tier(value: object) -> str:
     except OSError as error:
         raise OptionsError(f"state_tier={value!r}: files can't be made in this folder: {error.strerror}.") from error
     return os.path.abspath(folder)
+
+
+def _bytes(value: object) -> int | None:
+    """Return a number of bytes that is given as one, or as text with a unit."""
+    if isinstance(value, str):
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", value, re.IGNORECASE)
+        if parts is None:
+            raise OptionsError(f"memory_budget={value!r}: expected a number and a unit, such as '12GiB' or '800MB'.")
+        unit = (parts[2] or "").lower()
+        scale = (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[:1] or " ")
+        value = int(float(parts[1]) * scale)
+    if value is not None:
+        _positive("memory_budget", value, or_auto=" of bytes, or text such as '12GiB'")
+    return value  # type: ignore[return-value]
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import backend, explain
-from longstraw.runtime import attention, mixing, selection, tiers, transaction
+from longstraw.runtime import attention, mixing, selection, spans, tiers
 from tests.models import zoo
 from tests.steps import STEPS
 
@@ -154,7 +154,7 @@ def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
 @pytest.mark.parametrize("tiled", [True, False])
 def test_logits_of_a_span_are_never_alive(live: Live, monkeypatch: pytest.MonkeyPatch, tiled: bool) -> None:
     vocab, span = 4096, 3 * WIDTH  # more than twice the weights of the head
-    monkeypatch.setattr(transaction, "TILE_BYTES", 1 << 20 if tiled else 1 << 40)
+    monkeypatch.setattr(spans, "TILE_BYTES", 1 << 20 if tiled else 1 << 40)
     model = zoo.build("llama", vocab_size=vocab)
     peak(live, compiled(span_tokens=span), model, STEP.inputs(model, prompt=8, response=span, group=1))
     assert (live.largest < span // 2 * vocab * 8) == tiled

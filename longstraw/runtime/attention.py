@@ -137,9 +137,10 @@ class _Call(NamedTuple):
         sources = tuple((part.start, part.start + part.key.shape[2]) for part in self.earlier)
         key = (id(self.blocks), self.start, tokens, sources, builds_scores, self.key_tile)
         if key not in self.plans:
-            self.plans[key] = cut(
-                self.blocks, self.start, tokens, sources, key_tile=self.key_tile, builds_scores=builds_scores
-            )
+            with compat.outside_of_fakes():  # where spans are rehearsed: what is seen isn't fake
+                self.plans[key] = cut(
+                    self.blocks, self.start, tokens, sources, key_tile=self.key_tile, builds_scores=builds_scores
+                )
         return self.plans[key]
 
 

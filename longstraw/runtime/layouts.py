@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longstraw import compat
+
 
 @dataclass(frozen=True)
 class Place:
@@ -92,7 +94,7 @@ def put(
         add: add instead of overwrite.
     """
     target = place.apart(whole, num_rows, place.stop - place.start)
-    assert target.data_ptr() == whole.data_ptr(), "the written value is contiguous"
+    assert compat.memory(target) == compat.memory(whole), "the written value is contiguous"
     source = place.apart(part, part_rows, hi - lo)
     if place.token_dim is not None:
         target = target.narrow(place.token_dim, lo - place.start, hi - lo)

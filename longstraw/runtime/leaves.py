@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place, put
 from longstraw.runtime.state import Store
+from longstraw.stages import Stateful
 
 Rows = tuple[int, ...]
 
@@ -61,6 +63,23 @@ class Where:
         return tuple(
             state.detach().requires_grad_(wanted and one) for state, one in zip(self.boundary, learns, strict=True)
         )
+
+
+def learning_inputs(branch: Stateful, values: Mapping[fx.Node, Any], learns: frozenset[fx.Node]) -> list[fx.Node]:
+    """Return what a branch reads that gradients flow from: other parameters keep a gradient of None.
+
+    Args:
+        branch: the branch.
+        values: what its inputs are, by node of the step.
+        learns: the nodes of the step from which the loss is reached.
+    """
+    found: dict[fx.Node, None] = {}
+    for graph in (branch.segment.body, *(head.graph for head in branch.segment.heads)):
+        for node in (*graph.inputs.parameters, *(t.node for t in graph.inputs.tokens)):
+            value = values[node]
+            if isinstance(value, Tensor) and value.requires_grad and node in learns:
+                found[node] = None
+    return list(found)
 
 
 class Leaves:

@@ -9,10 +9,29 @@ from longstraw.options import Options
 from longstraw.runtime.prefix_tree import Node
 from longstraw.stages import Stateful
 
+LONGEST_SPAN = 2048
+"""Tokens of the longest span that is chosen where the options say "auto"."""
 _SPAN_BYTES = 512 << 20
 """What the graph of a span may take."""
 _BOUNDARY_BYTES = 256 << 20
 """What the boundary states saved for unwind may take before they are thinned."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a step's rows its plan depends on.
+
+    Attributes:
+        prompt: tokens that rows share, on the longest way from the root of the prefix tree to a response.
+        response: tokens of the longest response.
+        rows: rows of the step.
+        kept: the part of the prompt's tokens whose state later tokens can see, by bytes.
+    """
+
+    prompt: int
+    response: int
+    rows: int
+    kept: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -24,23 +43,26 @@ class Plan:
         replay_rows: rows of a batch of responses, or None: as many as `response_tokens` allow.
         saved_every: every how many-th boundary state is saved, or None: by what they take.
         boundary_bytes: what the boundary states of one row take.
+        tier: where state rests.
     """
 
     span_tokens: int
     replay_rows: int | None
     saved_every: int | None
     boundary_bytes: int
+    tier: str = "device"
 
     @classmethod
     def of(cls, branch: Stateful, options: Options) -> Plan:
         """Return the plan for a branch: what the options say, and what fits where they say "auto"."""
         fitting = _SPAN_BYTES // max(1, branch.graph_bytes_per_token)
-        automatic = max(64, min(2048, 1 << max(0, fitting.bit_length() - 1)))
+        automatic = max(64, min(LONGEST_SPAN, 1 << max(0, fitting.bit_length() - 1)))
         return cls(
             automatic if options.span_tokens == "auto" else options.span_tokens,
             None if options.replay_rows == "auto" else options.replay_rows,
             None if options.boundary_every == "auto" else options.boundary_every,
             sum(carry.num_bytes for carry in branch.carries),
+            options.state_tier,
         )
 
     @property
@@ -59,13 +81,16 @@ class Plan:
 
     def spans(self, node: Node, *, has_tail: bool) -> Sequence[tuple[int, int]]:
         """Return the spans of a node; with a tail, the last one has at most `tail_tokens`."""
+        return self.cut(node.start, node.stop, has_tail=has_tail)
+
+    def cut(self, start: int, stop: int, *, has_tail: bool) -> Sequence[tuple[int, int]]:
+        """Return the spans of the tokens `start` to `stop`; with a tail, the last one has at most `tail_tokens`."""
         found: list[tuple[int, int]] = []
         tail = self.tail_tokens if has_tail else 0
-        lo = node.start
-        while lo < node.stop:
-            left = node.stop - lo
-            found.append((lo, lo + (min(self.span_tokens, left - tail) if left > tail else left)))
-            lo = found[-1][1]
+        while start < stop:
+            left = stop - start
+            found.append((start, start + (min(self.span_tokens, left - tail) if left > tail else left)))
+            start = found[-1][1]
         return found
 
     def boundary_every(self, num_spans: int, num_rows: int) -> int:

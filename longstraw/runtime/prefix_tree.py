@@ -73,6 +73,15 @@ def _node(
     return node
 
 
+def longest(node: Node) -> tuple[int, int]:
+    """Return the most tokens on a way from a node to a leaf: those that are shared, and those of the leaf itself."""
+    own = node.stop - node.start
+    if not node.children:
+        return (own, 0) if node.shared and len(node.rows) > 1 else (0, own)
+    below = [longest(child) for child in node.children]
+    return own + max(shared for shared, _ in below), max(leaf for _, leaf in below)
+
+
 def split_at(node: Node, token: int) -> Node:
     """Return the tree with no node on both sides of a token."""
     node.children = [split_at(child, token) for child in node.children]

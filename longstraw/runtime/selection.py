@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw import compat
 from longstraw.blocks import UNSEEN
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime.blocks import Blocks, Verdict
@@ -132,7 +133,7 @@ class _Tile:
         found = places.masked_fill(values <= UNSEEN, -1)[..., :k]
         if found.shape[2] < k:
             found = torch.nn.functional.pad(found, (0, k - found.shape[2]), value=-1)
-        return torch.where(tied, self._of_whole_rows(row_tokens), found) if bool(tied.any()) else found
+        return torch.where(tied, self._of_whole_rows(row_tokens), found) if compat.may_hold(tied.any()) else found
 
     def _of_whole_rows(self, row_tokens: int) -> Tensor:
         """Return what `topk` selects from whole rows of scores, a few queries at a time."""
@@ -245,7 +246,7 @@ def _places(selected: Tensor, start: int, tokens: int, earlier: Sequence[KeyRang
     found = []
     spans = [(i, part.start, part.start + part.key.shape[2]) for i, part in enumerate(earlier)]
     for source, lo, hi in (*spans, (-1, start, start + tokens)):
-        row, entry = ((flat >= lo) & (flat < hi)).nonzero(as_tuple=True)
+        row, entry = compat.true_places((flat >= lo) & (flat < hi))
         if row.numel():
             found.append(_Place(source, row, flat[row, entry] - lo, entry))
     return found
@@ -270,7 +271,7 @@ def _scatter(places: Sequence[_Place], grad: Tensor, own: Tensor, earlier: Seque
             continue
         target, more = target.transpose(1, 2), grad[place.row, place.entry].to(target.dtype)
         for row in range(target.shape[0]):
-            here = slice(None) if target.shape[0] == 1 else place.row == row
+            here = slice(None) if target.shape[0] == 1 else compat.true_places(place.row == row)[0]
             target[row].index_add_(0, place.at[here].to(target.device), more[here].to(target.device))
 
 

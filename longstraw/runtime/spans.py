@@ -24,6 +24,9 @@ from longstraw.runtime.state import Store
 from longstraw.runtime.visibility import Visibility
 from longstraw.stages import Head, Runs, Segment, SegmentInputs, Stateful
 
+TILE_BYTES = 16 << 20
+"""What a tile of a head's tokens may take."""
+
 
 @dataclass(frozen=True)
 class SpanGraph:
@@ -56,7 +59,6 @@ class Runner:
         num_rows: rows of the step.
         row_tokens: tokens of a row.
         place: `layout -> Place` with this step's numbers.
-        tile_bytes: how much a tile of a head's tokens may hold.
     """
 
     def __init__(
@@ -68,12 +70,10 @@ class Runner:
         num_rows: int,
         row_tokens: int,
         place: Callable[[Any], Place],
-        tile_bytes: int,
     ) -> None:
         self.branch, self.runs, self.num_rows, self.place = branch, runs, num_rows, place
         self.row_tokens = row_tokens
         self._values = values
-        self._tile_bytes = tile_bytes
         self._autocast = compat.current_autocast(next(v for v in values.values() if isinstance(v, Tensor)).device.type)
         segment = branch.segment
         self.windows = [(self.place_window(head).start, self.place_window(head).stop) for head in segment.heads]
@@ -219,7 +219,7 @@ class Runner:
     def _tiles(self, where: Where) -> Iterator[tuple[Head, int, int]]:
         for head, (start, stop) in zip(self.segment.heads, self.windows, strict=True):
             lo, hi = max(where.lo, start), min(where.hi, stop)
-            size = max(1, self._tile_bytes // max(1, head.bytes_per_token * len(where.rows)))
+            size = max(1, TILE_BYTES // max(1, head.bytes_per_token * len(where.rows)))
             for at in range(lo, hi, size):
                 yield head, at, min(at + size, hi)
 
@@ -292,6 +292,14 @@ class Runner:
         """Return the layout of a result."""
         head = next(h for h in self.segment.heads if index in h.results)
         return self.place(head.layouts[head.results.index(index)])
+
+    def empty_result(self, index: int) -> Tensor:
+        """Return zeros for a result of all rows and of the tokens that have it."""
+        node, place = self.segment.results[index], self.result_place(index)
+        sizes = {-1: self.num_rows, -2: place.stop - place.start}
+        apart = torch.empty([sizes.get(size, size) for size in place.shape], device="meta")
+        device = next(v.device for v in self._values.values() if isinstance(v, Tensor))
+        return torch.zeros(place.joined(apart).shape, dtype=node.meta["val"].dtype, device=device)
 
     def _put_result(self, whole: Tensor, part: Tensor, index: int, where: Where, lo: int, hi: int) -> None:
         place = self.result_place(index)

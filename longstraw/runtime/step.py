@@ -7,23 +7,27 @@ and results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from longstraw.errors import BackwardTwice, BadInput, DoubleBackward, ParametersChanged
+from longstraw.runtime.budget import Budget
 from longstraw.runtime.numbers import Numbers
+from longstraw.runtime.plan import Shape
 from longstraw.runtime.transaction import BranchRun
 from longstraw.stages import Located, Lowered
 
 
-def run_step(program: Lowered, *inputs: Any) -> Any:
+def run_step(program: Lowered, budget: Budget, *inputs: Any) -> Any:
     """Run one step on its inputs; return its outputs, ready for backward.
 
     Args:
         program: the compiled step.
+        budget: plans it.
         inputs: values of the traced graph's placeholders, in order.
     """
     located = program.step.partitioned.step
@@ -33,9 +37,14 @@ def run_step(program: Lowered, *inputs: Any) -> Any:
     light = program.prologue(*inputs)
     values.update(zip(program.light, light, strict=True))
     numbers = Numbers(located.sizes, values)
+    branches = [
+        BranchRun(branch, runs, values, numbers, located, plan)
+        for branch, runs, plan in zip(program.step.branches, program.runs, budget.default(), strict=True)
+    ]
+    if located.options.memory_budget is not None:
+        _plan(budget, branches, inputs)
     results: list[Tensor] = []
-    for branch, runs in zip(program.step.branches, program.runs, strict=True):
-        run = BranchRun(branch, runs, values, numbers, located)
+    for run in branches:
         results += _connected(run)
     return program.step.partitioned.objective(*inputs, *results)
 
@@ -58,6 +67,15 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
             f"The step's tensors are on different devices: {listed}.",
             remedy="Move the model and its inputs to one device.",
         )
+
+
+def _plan(budget: Budget, branches: Sequence[BranchRun], inputs: Sequence[Any]) -> None:
+    """Give every branch a plan that fits the budget, for the longest prompt and response among them."""
+    shapes = [run.shape for run in branches]
+    most = Shape(*(max(getattr(shape, name.name) for shape in shapes) for name in dataclasses.fields(Shape)))
+    chosen = budget.choose(most, inputs, has_host=branches[0].device.type == "cuda")
+    for run, plan in zip(branches, chosen.plans, strict=True):
+        run.take(plan)
 
 
 def _connected(run: BranchRun) -> list[Tensor]:

@@ -19,9 +19,9 @@ from longstraw.errors import BadInput, PromptNotFound
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
-from longstraw.runtime.leaves import Leaves, Where
+from longstraw.runtime.leaves import Leaves, Where, learning_inputs
 from longstraw.runtime.numbers import Numbers
-from longstraw.runtime.plan import Plan
+from longstraw.runtime.plan import Plan, Shape
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.progress import Advance, bar, unseen
 from longstraw.runtime.row_comparison import RowComparison
@@ -29,9 +29,6 @@ from longstraw.runtime.spans import Runner, SpanGraph
 from longstraw.runtime.state import Store
 from longstraw.runtime.tiers import Tier
 from longstraw.stages import Located, Runs, Stateful
-
-TILE_BYTES = 16 << 20
-"""What a tile of a head's tokens may take."""
 
 
 def _memory(value: Any) -> int | None:
@@ -47,10 +44,17 @@ class BranchRun:
         values: every input and light value, by node of the step.
         numbers: this step's sizes.
         step: the step, for its options and the names of its inputs.
+        plan: how it is cut.
     """
 
     def __init__(
-        self, branch: Stateful, runs: Runs, values: Mapping[fx.Node, Any], numbers: Numbers, step: Located
+        self,
+        branch: Stateful,
+        runs: Runs,
+        values: Mapping[fx.Node, Any],
+        numbers: Numbers,
+        step: Located,
+        plan: Plan,
     ) -> None:
         self.branch, self.values, self.numbers, self.options = branch, values, numbers, step.options
         self.sources = step.inputs
@@ -63,7 +67,6 @@ class BranchRun:
             num_rows=numbers.rows,
             row_tokens=numbers.tokens,
             place=place,
-            tile_bytes=TILE_BYTES,
         )
         self.place: Callable[[Any], Place] = place
         self.stop = max(stop for _, stop in self.runner.windows)
@@ -74,12 +77,13 @@ class BranchRun:
                 f"{numbers.tokens} tokens.",
                 remedy="Cut off what was padded before the first or after the last token.",
             )
-        self.plan = Plan.of(branch, self.options)
-        self.differentiable = self._differentiable(step.learns)
+        self.differentiable = learning_inputs(branch, values, step.learns)
         self.learns = any(node in step.learns for node in branch.segment.results)
-        self.tree = self._build_tree()
+        self._comparison = RowComparison(
+            branch, values, numbers, place, stop=self.stop, differentiable=self.differentiable
+        )
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
-        self.tier = Tier(self.options.state_tier, self.device)
+        self.take(plan)
         self.root_store: Store | None = None
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
@@ -88,24 +92,27 @@ class BranchRun:
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
-    def _differentiable(self, learns: frozenset[fx.Node]) -> list[fx.Node]:
-        """Return what the branch reads that gradients flow from: other parameters keep a gradient of None."""
-        found: dict[fx.Node, None] = {}
-        for graph in (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads)):
-            for node in (*graph.inputs.parameters, *(t.node for t in graph.inputs.tokens)):
-                value = self.values[node]
-                if isinstance(value, Tensor) and value.requires_grad and node in learns:
-                    found[node] = None
-        return list(found)
+    def take(self, plan: Plan) -> None:
+        """Run by this plan. Only before anything has run."""
+        self.plan = plan
+        self.tier = Tier(plan.tier, self.device)
+        self.tree = self._build_tree()
+
+    @property
+    def shape(self) -> Shape:
+        """What a plan depends on."""
+        shared, response = prefix_tree.longest(self.tree)
+        kept = self.runner.visibility.kept(tuple(self.tree.rows), self._spans(self.tree), self.tree.stop, self.stop)
+        sizes = [slot.bytes_per_token for slot in self.branch.slots]
+        whole = sum(sizes) * (self.tree.stop - self.tree.start)
+        part = sum(size * k.total for size, k in zip(sizes, kept, strict=True)) / whole if whole else 1.0
+        return Shape(shared, max(1, response), self.numbers.rows, part)
 
     def _build_tree(self) -> Node:
-        comparison = RowComparison(
-            self.branch, self.values, self.numbers, self.place, stop=self.stop, differentiable=self.differentiable
-        )
         tree = prefix_tree.build(
             range(self.numbers.rows),
             stop=self.stop,
-            common=comparison.common,
+            common=self._comparison.common,
             least=self.options.page_tokens,
             batch=self.plan.batch,
         )
@@ -145,7 +152,7 @@ class BranchRun:
         `keep` retains for backward the shared prompt's state, and the graphs of its last tokens and of as many
         responses as need less than a span together: these need not run again.
         """
-        results = [self._empty_result(i) for i in range(len(self.branch.segment.results))]
+        results = [self.runner.empty_result(i) for i in range(len(self.branch.segment.results))]
         if keep:
             self.leaves = Leaves(
                 self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows
@@ -157,17 +164,6 @@ class BranchRun:
 
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
         return bar(what, self.tree.num_tokens, shown=self.options.progress)
-
-    def _empty_result(self, index: int) -> Tensor:
-        node = self.branch.segment.results[index]
-        place = self.runner.result_place(index)
-        shape = place.joined(
-            torch.empty(
-                [self.numbers.rows if s == -1 else place.stop - place.start if s == -2 else s for s in place.shape],
-                device="meta",
-            )
-        ).shape
-        return torch.zeros(shape, dtype=node.meta["val"].dtype, device=self.device)
 
     def _spans(self, node: Node) -> Sequence[tuple[int, int]]:
         """Return the spans of a node; the last one of a prompt is short enough to keep its graph during replay."""

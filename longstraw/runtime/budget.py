@@ -1,0 +1,202 @@
+"""Chooses a plan that fits a memory budget: of those that the law lets through, the one that computes and moves least.
+
+The work of a plan is counted in passes of one token through the model: what is computed twice, a fixed cost for every
+span, and what comes from another tier. It orders plans; it is not a prediction of time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+
+from longstraw.errors import BudgetTooSmall
+from longstraw.runtime import memory_law as law
+from longstraw.runtime.memory_law import MemoryLaw, memory_law
+from longstraw.runtime.plan import Plan, Shape
+from longstraw.stages import Lowered
+
+MIB = 1 << 20
+_SHORTEST_SPAN = 16
+_SPAN_COST = 32
+"""What starting a span costs, in tokens."""
+_MOVED_KEYS = 256
+"""From another tier a token's state costs as much as attention of so many queries to it."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A plan with what it takes.
+
+    Attributes:
+        plans: one for each branch.
+        peak: bytes at once, at most; of live tensors on the device, weights and other inputs among them.
+        parts: what they are made of, by name, at the branch and the phase of the peak.
+        work: passes of a token through the model.
+    """
+
+    plans: tuple[Plan, ...]
+    peak: int
+    parts: Mapping[str, int]
+    work: float
+
+    def lines(self) -> list[str]:
+        """Return the estimate as text."""
+        plan = self.plans[0]
+        rows = "as many responses as fit" if plan.replay_rows is None else f"{plan.replay_rows} responses"
+        every = "" if not plan.boundary_bytes else f", every {plan.saved_every or 'possible'} boundary state saved"
+        first = f"spans of {plan.span_tokens} tokens, {rows} at once, state on {plan.tier}{every}"
+        parts = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in self.parts.items() if size)
+        return [first, f"peak {self.peak / MIB:,.1f} MiB: {parts}"]
+
+
+class Budget:
+    """Plans the steps of one compiled program.
+
+    Args:
+        program: the program.
+    """
+
+    def __init__(self, program: Lowered) -> None:
+        self._program = program
+        self._options = program.step.partitioned.step.options
+        self._law: MemoryLaw | None = None
+        self._chosen: dict[tuple[Shape, bool], Estimate] = {}
+
+    def law(self, inputs: Sequence[Any]) -> MemoryLaw:
+        """Return the program's memory law, which inputs of any size tell."""
+        if self._law is None:
+            self._law = memory_law(self._program, inputs)
+        return self._law
+
+    def default(self) -> tuple[Plan, ...]:
+        """Return the plans without a budget."""
+        return tuple(Plan.of(branch, self._options) for branch in self._program.step.branches)
+
+    def estimate(self, plans: Sequence[Plan], shape: Shape, inputs: Sequence[Any]) -> Estimate:
+        """Return what plans take.
+
+        Args:
+            plans: one for each branch.
+            shape: of the step's rows.
+            inputs: of the step.
+        """
+        return _estimate(self.law(inputs), tuple(plans), shape, trained=self._options.prompt_grad == "exact")
+
+    def choose(self, shape: Shape, inputs: Sequence[Any], *, has_host: bool) -> Estimate:
+        """Return the plans that fit the budget and work least.
+
+        Args:
+            shape: of the step's rows.
+            inputs: of the step.
+            has_host: whether host memory is another than the device's.
+
+        Raises:
+            BudgetTooSmall: none fits.
+        """
+        if (shape, has_host) not in self._chosen:
+            budget = self._options.memory_budget
+            assert isinstance(budget, int), "there is a budget"
+            found = [self.estimate(plans, shape, inputs) for plans in self._candidates(shape, has_host)]
+            fitting = [estimate for estimate in found if estimate.peak <= budget]
+            if not fitting:
+                raise _too_small(budget, min(found, key=lambda estimate: estimate.peak))
+            self._chosen[shape, has_host] = min(fitting, key=lambda estimate: (estimate.work, estimate.peak))
+        return self._chosen[shape, has_host]
+
+    def _candidates(self, shape: Shape, has_host: bool) -> Iterator[tuple[Plan, ...]]:
+        defaults, options = self.default(), self._options
+        longest = max(plan.span_tokens for plan in defaults)
+        spans = [longest] if options.span_tokens != "auto" else _halved(longest, _SHORTEST_SPAN)
+        tiers = ["device", "host"] if has_host and options.state_tier == "device" else [options.state_tier]
+        for span in spans:
+            for every in self._thinnings(span, shape):
+                for tier in tiers:
+                    yield tuple(
+                        replace(plan, span_tokens=min(plan.span_tokens, span), saved_every=every, tier=tier)
+                        for plan in defaults
+                    )
+
+    def _thinnings(self, span: int, shape: Shape) -> list[int | None]:
+        """Return every how many-th boundary state may be saved."""
+        if self._options.boundary_every != "auto" or not any(p.boundary_bytes for p in self.default()):
+            return [self.default()[0].saved_every]
+        best = max(1, round(math.sqrt(shape.prompt / span)))
+        return list(_halved(best, 1))
+
+
+def _halved(largest: int, least: int) -> list[int]:
+    found = [largest]
+    while found[-1] // 2 >= least:
+        found.append(found[-1] // 2)
+    return found
+
+
+def _estimate(memory: MemoryLaw, plans: tuple[Plan, ...], shape: Shape, *, trained: bool) -> Estimate:
+    weights = int(memory.weights.subs(_numbers(plans[0], shape)))
+    numbers = [_numbers(plan, shape) for plan in plans]
+    kept = [
+        {name: int(formula.subs(n)) for name, formula in (b.kept if p.tier == "device" else b.staged).items()}
+        for b, p, n in zip(memory.branches, plans, numbers, strict=True)
+    ]
+    waiting = [
+        int(b.graphs.subs(n)) + sum(k.values()) if b.waits else 0
+        for b, k, n in zip(memory.branches, kept, numbers, strict=True)
+    ]
+    peaks: list[tuple[int, dict[str, int]]] = []
+    for i, branch in enumerate(memory.branches):
+        others = sum(waiting) - waiting[i]
+        for name, formula in branch.phases.items():
+            phase = {"weights and inputs": weights, **kept[i], "other branches": others}
+            phase[name] = int(formula.subs(numbers[i]))
+            peaks.append((sum(phase.values()), phase))
+    peak, parts = max(peaks, key=lambda found: found[0])
+    return Estimate(plans, peak, parts, sum(_work(plan, shape, trained=trained) for plan in plans))
+
+
+def _numbers(plan: Plan, shape: Shape) -> dict[sympy.Symbol, Any]:
+    """Return what the law's symbols are worth."""
+    rows = min(plan.batch(shape.response), shape.rows)
+    at_once = min(shape.response, plan.span_tokens)
+    batch = rows * shape.response
+    recorded = min(plan.response_tokens // batch * batch, shape.rows * shape.response)
+    spans = len(plan.cut(0, shape.prompt, has_tail=True))
+    every = plan.boundary_every(spans, 1) if plan.boundary_bytes else 1
+    last = (shape.response - 1) % plan.span_tokens + 1
+    return {
+        law.PROMPT: shape.prompt,
+        law.RESPONSE: shape.response,
+        law.ROWS: shape.rows,
+        law.SPAN: min(plan.span_tokens, max(1, shape.prompt)),
+        law.TAIL: min(plan.tail_tokens, shape.prompt),
+        law.RECORDED: recorded,
+        law.REPLAYED: rows * at_once,
+        law.APPENDED: rows * (shape.response - last),
+        law.SAVED: min(spans, -(-spans // every) + (every if every > 1 else 0)),
+        law.KEPT: shape.kept,
+    }
+
+
+def _work(plan: Plan, shape: Shape, *, trained: bool) -> float:
+    """Return what a plan makes a branch do, in passes of a token."""
+    spans = len(plan.cut(0, shape.prompt, has_tail=True))
+    every = plan.boundary_every(spans, 1) if plan.boundary_bytes else 1
+    runs = 3 if trained else 1  # capture, and unwind: forward again and backward
+    batches = -(-shape.rows // plan.batch(shape.response)) * -(-shape.response // plan.span_tokens)
+    tokens = (runs + trained) * shape.prompt + _SPAN_COST * (runs * spans + 3 * batches)
+    again = shape.prompt if trained and every > 1 else 0
+    moved = 0.0
+    if plan.tier != "device":
+        moved = _MOVED_KEYS / plan.span_tokens * (runs * shape.prompt + 3 * batches * plan.span_tokens)
+    return tokens + again + moved
+
+
+def _too_small(budget: int, least: Estimate) -> BudgetTooSmall:
+    needed, *parts = reversed(least.lines())
+    return BudgetTooSmall(
+        f"No plan for this step fits a memory budget of {budget / MIB:,.1f} MiB. The smallest takes {needed[5:]}.",
+        remedy=f"Give memory_budget={least.peak} (bytes) or more; that plan has {parts[0]}.",
+    )

@@ -1,0 +1,201 @@
+"""The memory law of a step: what each part of it takes, as a formula in the sizes of the step and of its plan.
+
+What grows with the prompt is counted from the tables of the branch; what a span takes is rehearsed at a few sizes and
+taken to be linear between them. Bytes are those of live tensors on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from longstraw import compat
+from longstraw.options import Options
+from longstraw.runtime.attention import KEY_TILE
+from longstraw.runtime.key_parts import MASK_TILE
+from longstraw.runtime.leaves import learning_inputs
+from longstraw.runtime.numbers import Numbers
+from longstraw.runtime.rehearsal import Footprint, Rehearsal
+from longstraw.stages import Lowered, Stateful
+
+PROMPT, RESPONSE, ROWS = sympy.symbols("P R G", integer=True, positive=True)
+SPAN, TAIL, RECORDED, REPLAYED, APPENDED, SAVED = sympy.symbols(
+    "span tail recorded replayed appended saved", integer=True, nonnegative=True
+)
+KEPT = sympy.Symbol("kept", nonnegative=True)
+MEANING = {
+    PROMPT: "tokens of the prompt",
+    RESPONSE: "tokens of a response",
+    ROWS: "responses",
+    SPAN: "tokens of a span",
+    TAIL: "tokens of the prompt that keep their graph from capture to unwind",
+    RECORDED: "tokens of responses that keep their graph from score to replay",
+    REPLAYED: "tokens of responses that run at once",
+    APPENDED: "tokens of responses whose state is kept while they run",
+    SAVED: "boundary states saved",
+    KEPT: "the part of the prompt's tokens whose state later tokens can see",
+}
+_SPANS = (1, 64, 128, 256, 512, 1024, 2048)
+"""Tokens of the spans of a prompt that are rehearsed: those that are chosen, and one."""
+_RESPONSES = (1, 64, 2048)
+"""Tokens of the spans of one response that are rehearsed."""
+_ROWS = 8
+"""Responses side by side in the largest rehearsal of responses."""
+
+_MASK_BYTES = 5
+"""Of a pair of a query and a key in a tile with a mask: whether it is seen, and a bias."""
+_STAGED_PARTS = 3
+"""Parts of state on their way from another tier."""
+
+Formulas = Mapping[str, sympy.Expr]
+
+
+@dataclass(frozen=True)
+class BranchLaw:
+    """What one branch takes.
+
+    Attributes:
+        kept: what is there from capture to the end of unwind, by name, with state on the device.
+        staged: the same with state on another tier.
+        phases: what is there beside it at the peak of each phase, by name of the phase.
+        graphs: what stays beside it until backward, while other branches run.
+        waits: whether anything stays until backward.
+    """
+
+    kept: Formulas
+    staged: Formulas
+    phases: Formulas
+    graphs: sympy.Expr
+    waits: bool
+
+
+@dataclass(frozen=True)
+class MemoryLaw:
+    """What one step takes; the symbols are those of `MEANING`.
+
+    Attributes:
+        weights: bytes of the step's parameters and other inputs.
+        branches: the laws of its branches, in the order in which they run.
+    """
+
+    weights: sympy.Expr
+    branches: tuple[BranchLaw, ...]
+
+
+def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
+    """Return the law of a compiled step.
+
+    Args:
+        program: the step.
+        inputs: values of the traced graph's placeholders, in order; tensors may be on the meta device. They give sizes.
+    """
+    located = program.step.partitioned.step
+    names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
+    mode = compat.new_fake_mode()
+    fakes = [compat.as_fake(mode, x) if isinstance(x, Tensor) else x for x in inputs]
+    values: dict[fx.Node, Any] = dict(zip(names, fakes, strict=True))
+    with mode:
+        light = program.prologue(*fakes)
+    values.update(zip(program.light, light, strict=True))
+    numbers = Numbers(located.sizes, values)
+    given = {compat.memory(x) for x in fakes if isinstance(x, Tensor)}
+    computed = _bytes([x for x in light if isinstance(x, Tensor) and compat.memory(x) not in given])
+    per_token = sympy.Rational(computed, numbers.rows * numbers.tokens)
+    laws = [
+        _branch_law(branch, values, numbers, learns=located.learns, options=located.options, mode=mode)
+        for branch in program.step.branches
+    ]
+    weights = _bytes([x for x in fakes if isinstance(x, Tensor)])
+    return MemoryLaw(weights + per_token * ROWS * (PROMPT + RESPONSE), tuple(laws))
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum({compat.memory(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _branch_law(
+    branch: Stateful,
+    values: Mapping[fx.Node, Any],
+    numbers: Numbers,
+    *,
+    learns: frozenset[fx.Node],
+    options: Options,
+    mode: Any,
+) -> BranchLaw:
+    trained = learning_inputs(branch, values, learns)
+    learning = bool(trained) and any(node in learns for node in branch.segment.results)
+    unwound = learning and options.prompt_grad == "exact" and branch.state_learns
+    rehearsal = Rehearsal(branch, values, numbers, learns=learns, options=options, mode=mode)
+    start, stop = rehearsal.response
+    prompt = {n: rehearsal.span(rows=1, lo=start - n, hi=start, appends=True) for n in _sizes(_SPANS, start)}
+    response = {
+        n: rehearsal.span(rows=1, lo=start, hi=start + n, appends=False) for n in _sizes(_RESPONSES, stop - start)
+    }
+    rows, length = min(_ROWS, numbers.rows), min(stop - start, _RESPONSES[-1])
+    response[rows * length] = rehearsal.span(rows=rows, lo=start, hi=start + length, appends=False)
+    kept, staged = _kept(branch, options, unwound=unwound)
+    gradients = _gradient_bytes(trained, values, options)
+    held = _at(prompt, "held", TAIL) if unwound else sympy.Integer(0)
+    recorded = _at(response, "held", RECORDED)
+    phases = {"capture": _at(prompt, "captured", SPAN)}
+    if not learning:
+        phases["score"] = _at(response, "captured", REPLAYED)
+        return BranchLaw(kept, staged, phases, sympy.Integer(0), waits=False)
+    sending = _at(response, "peak", REPLAYED)
+    phases["score"] = held + recorded + _at(response, "captured", REPLAYED)
+    phases["replay"] = gradients + held + sympy.Max(sending, recorded + sending - _at(response, "held", REPLAYED))
+    if unwound:
+        phases["unwind"] = gradients + _at(prompt, "peak", SPAN)
+    return BranchLaw(kept, staged, phases, held + recorded, waits=True)
+
+
+def _sizes(samples: Sequence[int], most: int) -> list[int]:
+    """Return the sizes to rehearse where there are so many tokens."""
+    return sorted({min(n, most) for n in samples})
+
+
+def _kept(branch: Stateful, options: Options, *, unwound: bool) -> tuple[Formulas, Formulas]:
+    """Return what stays from capture to the end of unwind, with state on the device and with state elsewhere."""
+    tokens = KEPT * PROMPT + APPENDED
+    state = sum(slot.bytes_per_token for slot in branch.slots)
+    wide = [torch.promote_types(s.dtype, options.grad_dtype).itemsize if s.learns else 0 for s in branch.slots]
+    grads = sum(size * s.heads * s.width for size, s in zip(wide, branch.slots, strict=True))
+    carried = sum(carry.num_bytes for carry in branch.carries)
+    passing = sum(
+        carry.numbers * torch.promote_types(carry.dtype, options.grad_dtype).itemsize for carry in branch.carries
+    )
+    masks = _MASK_BYTES * len(branch.masks) * sympy.Min(SPAN, MASK_TILE) ** 2
+    found = {"masks": masks, "state": state * tokens, "boundary states": sympy.Integer(carried) * (SAVED + 2)}
+    if unwound:
+        found["state gradients"] = grads * tokens
+        found["boundary states"] += 2 * passing
+    numbers = [s.heads * s.width * (s.dtype.itemsize + w) for s, w in zip(branch.slots, wide, strict=True)]
+    parts = 2 * _STAGED_PARTS * max(numbers, default=0) * sympy.Min(KEY_TILE, PROMPT)  # keys and values
+    return found, {"masks": masks, "staging": parts + 2 * (carried + passing)}
+
+
+def _gradient_bytes(trained: Sequence[fx.Node], values: Mapping[fx.Node, Any], options: Options) -> sympy.Integer:
+    """Return what the gradients of parameters take: their sums, and the largest one before it is added to its sum."""
+    sums, passing = 0, 0
+    for node in trained:
+        value = values[node]
+        wide = torch.promote_types(value.dtype, options.grad_dtype)
+        sums += value.numel() * wide.itemsize
+        passing = max(passing, value.numel() * value.element_size() if wide != value.dtype else 0)
+    return sympy.Integer(sums + passing)
+
+
+def _at(samples: Mapping[int, Footprint], what: str, tokens: sympy.Symbol) -> sympy.Expr:
+    """Return a figure of the footprints as a function of the tokens that run: zero for none, linear between samples."""
+    points = [(0, 0), *((n, getattr(footprint, what)) for n, footprint in sorted(samples.items()))]
+    pieces = []
+    for (n0, y0), (n1, y1) in itertools.pairwise(points):
+        line = y0 + sympy.Rational(y1 - y0, n1 - n0) * (tokens - n0)
+        pieces.append((line, sympy.true if n1 == points[-1][0] else tokens <= n1))
+    return sympy.Piecewise(*pieces)
