@@ -128,7 +128,8 @@ class BudgetTooSmall(LongstrawError, ValueError):
 
 
 class StateMisuse(LongstrawError, RuntimeError):
-    """Captured state was read after release, released twice, or leaked."""
+    """Captured state was read when it may not be (released, hidden, not written), written to while others read it,
+    released twice, or leaked."""
 
 
 def user_line(stack_trace: str | None, *, own: bool = True) -> str:
