@@ -33,7 +33,8 @@ class Options:
         memory_budget: bytes on the device for weights, gradients and all that the step takes, as a number or as text
             such as "12GiB", or None: what is "auto" above, and a state_tier of "device" where host memory is another,
             are chosen so that the step's plan fits.
-        page_tokens: a prefix that only some rows share is captured once when it has at least this many tokens.
+        page_tokens: tokens of a page, in which captured state is accounted for; a prefix that only some rows share is
+            captured once when it has at least this many.
         grad_dtype: accumulation dtype of state and parameter gradients (never narrower than the tensor's own).
         inner_backend: what runs graphs without a model, and the segment graphs between their attentions: "eager",
             "inductor", or any torch.compile backend.

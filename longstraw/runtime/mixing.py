@@ -98,8 +98,9 @@ class Mixing:
         """Return what the span's queries may see of two slots' earlier tokens."""
         if id(blocks) not in self._since:
             self._since[id(blocks)] = first_seen(blocks, self._where.lo, self._where.hi, 0, self._where.lo)
-        since = self._since[id(blocks)]
-        return [part for store in self._where.path for part in store.ranges(key_slot, value_slot, since)]
+        seen = {"since": self._since[id(blocks)], "until": self._where.lo}
+        path = self._where.path
+        return [part for store in path for part in store.ranges(key_slot, value_slot, **seen, reader=path[-1])]
 
     def _gathers(self, site: Site, query: Tensor, key: Tensor, blocks: Blocks, k: int) -> bool:
         """Return whether attending to what was gathered is possible, and takes less than attending under a mask."""

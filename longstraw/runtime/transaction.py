@@ -21,6 +21,7 @@ from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.leaves import Leaves, Where, learning_inputs
 from longstraw.runtime.numbers import Numbers
+from longstraw.runtime.pages import PagePool
 from longstraw.runtime.plan import Plan, Shape
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.progress import Advance, bar, unseen
@@ -84,6 +85,7 @@ class BranchRun:
         )
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
         self.take(plan)
+        self.pages = PagePool(self.options.page_tokens)
         self.root_store: Store | None = None
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
@@ -160,6 +162,7 @@ class BranchRun:
             self._recordable = self.plan.response_tokens
         with self._bar("capture and score") as self._advance:
             self._forward(self.tree, (), results, keep=keep)
+        self.pages.check_released("forward", but=None if self.root_store is None else self.root_store.owner)
         return results
 
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
@@ -192,6 +195,8 @@ class BranchRun:
             stop=stop,
             tier=self.tier,
             boundary=path[-1].boundaries.at(node.start) if path else self._first_boundary(),
+            path=path,
+            pages=self.pages,
         )
 
     def _first_boundary(self) -> list[Tensor]:
@@ -203,11 +208,11 @@ class BranchRun:
         here = (*path, store)
         keep_store = keep and node is self.tree and node.stop > node.start
         keep_starts = keep_store and not self._is_frozen(node.stop)
-        if keep_starts:
-            store.track_gradients(self.options.grad_dtype)
         spans = self._spans(node)
         every = self.plan.boundary_every(len(spans), node.num_rows) if keep_starts else 0
         try:
+            if keep_starts:
+                store.track_gradients(self.options.grad_dtype)
             for number, (lo, hi) in enumerate(spans, start=1):
                 where = self._where(node, here, lo, hi)
                 self.runner.visibility.check(where.rows, lo, hi, self.stop)
@@ -268,6 +273,7 @@ class BranchRun:
             if self.root_store is not None and not self.root_store.released:
                 self.root_store.release()
             self.root_store = None
+        self.pages.check_released("backward")
         return leaves
 
     def _backward(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from longstraw.errors import StateMisuse
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.blocks import CausalBlocks
+from longstraw.runtime.key_parts import KeyRange
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.state import Kept, Store, merged
 from longstraw.runtime.tiers import Tier
@@ -33,26 +34,34 @@ def values(lo: int, hi: int) -> list[torch.Tensor]:
     ]
 
 
-def seen(found: Store, since: int = 0) -> list[float]:
-    return [float(x) for part in found.ranges(0, 1, since) for x in part.key[0, 0, :, 0]]
+def parts(found: Store, until: int, since: int = 0) -> list[KeyRange]:
+    return found.ranges(0, 1, since=since, until=until, reader=found)
+
+
+def seen(found: Store, until: int, since: int = 0) -> list[float]:
+    return [float(x) for part in parts(found, until, since) for x in part.key[0, 0, :, 0]]
 
 
 def test_store_shows_what_was_appended_up_to_where_it_was_restored() -> None:
     s = store((0, 10))
     s.append(values(0, 4))
     s.append(values(4, 7))
-    assert seen(s) == [0, 1, 2, 3, 4, 5, 6]
+    assert seen(s, 7) == [0, 1, 2, 3, 4, 5, 6]
     s.restore(4)
-    assert seen(s) == [0, 1, 2, 3]
-    assert seen(s, since=2) == [2, 3]
+    assert seen(s, 4) == [0, 1, 2, 3]
+    assert seen(s, 4, since=2) == [2, 3]
+    with pytest.raises(StateMisuse, match="hidden"):
+        seen(s, 5)
+    s.restore(6)
+    assert seen(s, 6) == [0, 1, 2, 3, 4, 5]
 
 
 def test_store_keeps_only_what_it_is_told_to() -> None:
     s = store((2, 4), (6, 8))
     s.append(values(0, 4))
     s.append(values(4, 8))
-    assert seen(s) == [2, 3, 6, 7]
-    assert [part.start for part in s.ranges(0, 1, 0)] == [2, 6]
+    assert seen(s, 8) == [2, 3, 6, 7]
+    assert [part.start for part in parts(s, 8)] == [2, 6]
     assert s.num_bytes == 4 * 2 * (3 + 5) * 4
 
 
@@ -60,7 +69,7 @@ def test_store_gradients_are_zero_for_tokens_not_kept() -> None:
     s = store((2, 4), (6, 8))
     s.append(values(0, 8))
     s.track_gradients(torch.float64)
-    for part in s.ranges(0, 1, 0):
+    for part in parts(s, 8):
         part.key_grad.fill_(1.0)
     grad = s.gradients(1, 7)[0]
     assert grad.dtype == torch.float64
@@ -72,28 +81,37 @@ def test_store_gradients_of_kept_tokens_are_views() -> None:
     s.append(values(0, 8))
     s.track_gradients(torch.float32)
     s.gradients(2, 5)[1].fill_(2.0)
-    assert s.ranges(0, 1, 0)[0].value_grad[0, 0, :, 0].tolist() == [0, 0, 2, 2, 2, 0, 0, 0]
+    assert parts(s, 8)[0].value_grad[0, 0, :, 0].tolist() == [0, 0, 2, 2, 2, 0, 0, 0]
 
 
-@pytest.mark.parametrize("use", ["ranges", "append", "release", "restore"])
+@pytest.mark.parametrize("use", ["ranges", "append", "release", "restore", "gradients"])
 def test_store_refuses_use_after_release_and_names_its_owner(use: str) -> None:
     s = store((0, 10))
     s.release()
-    arguments = {"ranges": (0, 1, 0), "append": (values(0, 2),), "release": (), "restore": (0,)}[use]
-    with pytest.raises(StateMisuse, match="the test"):
-        getattr(s, use)(*arguments)
+    uses = {
+        "ranges": lambda: parts(s, 4),
+        "append": lambda: s.append(values(0, 2)),
+        "release": s.release,
+        "restore": lambda: s.restore(0),
+        "gradients": lambda: s.gradients(0, 2),
+    }
+    with pytest.raises(
+        StateMisuse, match=r"Page 0 \(tokens 0 to 10\) of the transaction \(the test\).*released before"
+    ):
+        uses[use]()
 
 
 def test_store_refuses_tokens_past_its_end_and_tokens_never_captured() -> None:
     s = store((0, 4), stop=4)
-    with pytest.raises(StateMisuse, match="its store ends at 4"):
+    with pytest.raises(StateMisuse, match="its room ends at 4"):
         s.append(values(0, 5))
-    with pytest.raises(StateMisuse, match="was not captured"):
+    with pytest.raises(StateMisuse, match="tokens 0 to 0 were captured"):
         s.restore(2)
 
 
 def test_merged_joins_neighbours() -> None:
     assert merged([(0, 2), (2, 4), (4, 4), (6, 7)]) == Kept(((0, 4), (6, 7)))
+    assert merged([(0, 5), (2, 3), (4, 7), (8, 9)]) == Kept(((0, 7), (8, 9)))
     assert merged([(0, 4), (6, 9)]).overlaps(3, 8) == [(3, 4, 3), (6, 8, 4)]
 
 
