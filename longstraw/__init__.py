@@ -7,7 +7,7 @@ from longstraw.arch.rules import Rule
 from longstraw.arch.scans import Scan
 from longstraw.errors import LongstrawError
 from longstraw.explain import Explanation, explain
-from longstraw.options import Options
+from longstraw.options import Drift, Options
 from longstraw.parity import Parity, verify
 
-__all__ = ["Explanation", "LongstrawError", "Options", "Parity", "Rule", "Scan", "explain", "verify"]
+__all__ = ["Drift", "Explanation", "LongstrawError", "Options", "Parity", "Rule", "Scan", "explain", "verify"]

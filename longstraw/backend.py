@@ -32,6 +32,7 @@ from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import hidden_inputs, may_have_model, returns_hidden, trace
 from longstraw.render import render
 from longstraw.runtime.budget import Budget
+from longstraw.runtime.reuse import PromptCache
 from longstraw.runtime.step import run_step
 from longstraw.selfcheck import checked_at_first_call
 from longstraw.stages import Lowered
@@ -119,6 +120,9 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
         if program is None:
             return piece.forward
         run = functools.partial(run_step, program, Budget(program))
+        if options.reuse_prompt_for:
+            caches = [PromptCache(options.reuse_prompt_for) for _ in program.step.branches]
+            run = functools.partial(run, caches=caches)
         return checked_at_first_call(program, run) if options.check == "numbers" else run
 
     return split_at_backward(gm, compile_piece=compile_piece)

@@ -134,7 +134,7 @@ def _describe(program: Lowered) -> str:
     lines = [
         f"longstraw: {len(program.step.branches)} branch{'es' if len(program.step.branches) != 1 else ''}, "
         f"rows = {located.sizes.rows_expr}, tokens per row = {located.sizes.tokens_expr}, "
-        f"prompt_grad = {options.prompt_grad}"
+        f"prompt_grad = {options.prompt_grad}{_reuse(options)}"
     ]
     for number, branch in enumerate(program.step.branches):
         passes = branch.segment.passes
@@ -142,6 +142,11 @@ def _describe(program: Lowered) -> str:
         lines += ["", f"branch {number}{shared}", *(f"  {line}" for line in _describe_branch(branch))]
     lines += ["", f"objective: {_ops(program.step.partitioned.objective)}"]
     return "\n".join(lines)
+
+
+def _reuse(options: Options) -> str:
+    steps = options.reuse_prompt_for
+    return f", prompt reused for {steps} step{'s' if steps > 1 else ''}" if steps else ""
 
 
 def _describe_branch(branch: Stateful) -> list[str]:

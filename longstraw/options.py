@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,12 +18,37 @@ _GRAD_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": 
 
 
 @dataclass(frozen=True)
+class Drift:
+    """How far a step's values from a reused prompt are from those of a fresh capture, at the step that captures anew.
+
+    Attributes:
+        steps: since the reused prompt was captured.
+        loss: relative difference of the step's first floating scalar output, or None when it has none.
+        log_prob: mean absolute difference of the numbers that leave the model for each token, such as log-probabilities
+            (of several passes of the model, the largest).
+    """
+
+    steps: int
+    loss: float | None
+    log_prob: float
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f"the loss differs by {self.loss:.2%}, "
+        log_prob = f"log-probabilities by {self.log_prob:.3g} on average"
+        return f"drift of a prompt captured {self.steps} steps ago: {loss}{log_prob}"
+
+
+@dataclass(frozen=True)
 class Options:
     """How a step is rewritten and run.
 
     Attributes:
         prompt_grad: "exact" computes eager's gradients; "none" counts the prompt's state as a constant (the published
             response-only scheme): cheaper, and another gradient.
+        reuse_prompt_for: how many steps (calls) after its capture may read a prompt's state again, though the optimizer
+            changed the parameters: cheaper, and an approximation. Only with `prompt_grad="none"`. A prompt is the run
+            of tokens that all rows share; its state stays allocated between steps.
+        on_drift: called with a `Drift` whenever a reused prompt is captured anew.
         span_tokens: tokens of a row executed at once in capture, replay and unwind, or "auto".
         replay_rows: responses replayed together, or "auto".
         boundary_every: unwind starts again at every how many-th span of the prompt from saved boundary states (those of
@@ -44,6 +69,8 @@ class Options:
     """
 
     prompt_grad: Literal["exact", "none"] = "exact"
+    reuse_prompt_for: int = 0
+    on_drift: Callable[[Drift], None] | None = None
     span_tokens: int | Literal["auto"] = "auto"
     replay_rows: int | Literal["auto"] = "auto"
     boundary_every: int | Literal["auto"] = "auto"
@@ -59,9 +86,10 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("prompt_grad", self.prompt_grad, ("exact", "none"))
         _one_of("check", self.check, ("off", "structure", "numbers"))
+        self._check_reuse()
         for name in ("span_tokens", "replay_rows", "boundary_every"):
             if getattr(self, name) != "auto":
-                _positive(name, getattr(self, name), or_auto=" or 'auto'")
+                _positive(name, getattr(self, name), or_else=" or 'auto'")
         _positive("page_tokens", self.page_tokens)
         object.__setattr__(self, "memory_budget", _bytes(self.memory_budget))
         object.__setattr__(self, "state_tier", _tier(self.state_tier))
@@ -84,6 +112,17 @@ class Options:
                 )
         elif not callable(self.inner_backend):
             raise OptionsError(f"inner_backend={self.inner_backend!r}: expected the name of a backend, or a function.")
+
+    def _check_reuse(self) -> None:
+        _positive("reuse_prompt_for", self.reuse_prompt_for, or_else=", or 0 for never", least=0)
+        if self.reuse_prompt_for and self.prompt_grad != "none":
+            raise OptionsError(
+                f"reuse_prompt_for={self.reuse_prompt_for} with prompt_grad={self.prompt_grad!r}: exact gradients flow "
+                "into the prompt, through parameters that no longer are those its kept state was computed with.",
+                remedy='Say prompt_grad="none" (gradients of the responses alone), or leave reuse_prompt_for at 0.',
+            )
+        if not (self.on_drift is None or callable(self.on_drift)):
+            raise OptionsError(f"on_drift={self.on_drift!r}: expected a function of a longstraw.Drift, or None.")
 
     @classmethod
     def of(cls, given: Options | Mapping[str, Any] | None) -> Options:
@@ -135,6 +174,6 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise OptionsError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
 
 
-def _positive(name: str, value: object, *, or_auto: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionsError(f"{name}={value!r}: expected a positive integer{or_auto}.")
+def _positive(name: str, value: object, *, or_else: str = "", least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionsError(f"{name}={value!r}: expected a positive integer{or_else}.")

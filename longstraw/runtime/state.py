@@ -98,7 +98,7 @@ class Store:
         ]
         self._learns = [slot.learns for slot in slots]
         self._grads: list[Tensor | None] | None = None
-        self._pages = self._register(PagePool(Options.page_tokens) if pages is None else pages, path)
+        self.pages = self._register(PagePool(Options.page_tokens) if pages is None else pages, path)
 
     def _register(self, pages: PagePool, path: Sequence[Store]) -> PagePool:
         """Take pages for the tokens that any slot keeps, and a share of those before; return the pool."""
@@ -113,7 +113,7 @@ class Store:
         stores = self._alive("written")
         if not stores:  # a model without attention
             return
-        lo, hi = self._pages.extend(self.owner, values[0].shape[2])
+        lo, hi = self.pages.extend(self.owner, values[0].shape[2])
         for store, kept, value in zip(stores, self._kept, values, strict=True):
             for a, b, place in kept.overlaps(lo, hi):
                 store.narrow(2, place, b - a).copy_(value.narrow(2, a - lo, b - a))
@@ -121,7 +121,7 @@ class Store:
     def restore(self, until: int) -> None:
         """Show later spans the tokens before `until` only."""
         if self._alive("shown"):
-            self._pages.show(self.owner, until)
+            self.pages.show(self.owner, until)
 
     def track_gradients(self, dtype: torch.dtype) -> None:
         """Allocate gradients, zero, in at least `dtype`, for the slots that gradients reach."""
@@ -147,7 +147,7 @@ class Store:
         """
         stores = self._alive(f"read by {reader.owner}")
         lo, hi = max(since, self.start), min(until, self.stop)
-        self._pages.check_read(reader.owner, self.owner, lo, hi)
+        self.pages.check_read(reader.owner, self.owner, lo, hi)
         assert self._kept[key_slot] == self._kept[value_slot], "keys and values of an attention are kept together"
         grads = self._grads or [None] * len(stores)
         found = []
@@ -182,7 +182,7 @@ class Store:
 
     def release(self) -> None:
         """Give the memory back; the store can't be used afterwards."""
-        self._pages.release(self.owner)
+        self.pages.release(self.owner)
         self._values = self._grads = None
         self.boundaries = Boundaries((), start=self.start, owner=self.owner.what, tier=self._tier)
         if self._tier.staging is not None:
@@ -201,6 +201,6 @@ class Store:
         return pages + self.boundaries.num_bytes
 
     def _alive(self, use: str) -> list[Tensor]:
-        self._pages.check_held(self.owner, use)
+        self.pages.check_held(self.owner, use)
         assert self._values is not None, "values are there until the pages are released"
         return self._values

@@ -8,6 +8,7 @@ and results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,17 +19,19 @@ from longstraw.errors import BackwardTwice, BadInput, DoubleBackward, Parameters
 from longstraw.runtime.budget import Budget
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.plan import Shape
+from longstraw.runtime.reuse import PromptCache, outputs_and_drift
 from longstraw.runtime.transaction import BranchRun
 from longstraw.stages import Located, Lowered
 
 
-def run_step(program: Lowered, budget: Budget, *inputs: Any) -> Any:
+def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[PromptCache] | None = None) -> Any:
     """Run one step on its inputs; return its outputs, ready for backward.
 
     Args:
         program: the compiled step.
         budget: plans it.
         inputs: values of the traced graph's placeholders, in order.
+        caches: for each branch, what keeps its captured prompt for later steps; None keeps none.
     """
     located = program.step.partitioned.step
     names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
@@ -37,16 +40,16 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any) -> Any:
     light = program.prologue(*inputs)
     values.update(zip(program.light, light, strict=True))
     numbers = Numbers(located.sizes, values)
+    kept: Sequence[PromptCache | None] = caches or [None] * len(program.step.branches)
     branches = [
-        BranchRun(branch, runs, values, numbers, located, plan)
-        for branch, runs, plan in zip(program.step.branches, program.runs, budget.default(), strict=True)
+        BranchRun(branch, runs, values, numbers, located, plan, cache=cache)
+        for branch, runs, plan, cache in zip(program.step.branches, program.runs, budget.default(), kept, strict=True)
     ]
     if located.options.memory_budget is not None:
         _plan(budget, branches, inputs)
-    results: list[Tensor] = []
-    for run in branches:
-        results += _connected(run)
-    return program.step.partitioned.objective(*inputs, *results)
+    results = [_connected(run) for run in branches]
+    objective = functools.partial(program.step.partitioned.objective, *inputs)
+    return outputs_and_drift(objective, results, [run.stale for run in branches], located.options)
 
 
 def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:

@@ -25,9 +25,10 @@ from longstraw.runtime.pages import PagePool
 from longstraw.runtime.plan import Plan, Shape
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.progress import Advance, bar, unseen
+from longstraw.runtime.reuse import Prompt, PromptCache, Stale, read_for, weights_for
 from longstraw.runtime.row_comparison import RowComparison
 from longstraw.runtime.spans import Runner, SpanGraph
-from longstraw.runtime.state import Store
+from longstraw.runtime.state import Kept, Store
 from longstraw.runtime.tiers import Tier
 from longstraw.stages import Located, Runs, Stateful
 
@@ -46,6 +47,7 @@ class BranchRun:
         numbers: this step's sizes.
         step: the step, for its options and the names of its inputs.
         plan: how it is cut.
+        cache: keeps the state of the tokens that all rows share for later steps; None keeps it for this one only.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class BranchRun:
         numbers: Numbers,
         step: Located,
         plan: Plan,
+        *,
+        cache: PromptCache | None = None,
     ) -> None:
         self.branch, self.values, self.numbers, self.options = branch, values, numbers, step.options
         self.sources = step.inputs
@@ -85,7 +89,8 @@ class BranchRun:
         )
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
         self.take(plan)
-        self.pages = PagePool(self.options.page_tokens)
+        self.cache = cache if self.tree.stop > self.tree.start else None
+        self.stale: Stale | None = None
         self.root_store: Store | None = None
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
@@ -154,19 +159,56 @@ class BranchRun:
         `keep` retains for backward the shared prompt's state, and the graphs of its last tokens and of as many
         responses as need less than a span together: these need not run again.
         """
-        results = [self.runner.empty_result(i) for i in range(len(self.branch.segment.results))]
+        if self.cache is None:
+            return self._capture_and_score(None, keep=keep)
+        with self._cache_cleared_on_error():
+            prompt = self._prompt()
+            captured = self.cache.reuse(prompt)
+            if captured is None:
+                self._score_from_old(self.cache, prompt)
+            results = self._capture_and_score(captured, keep=keep)
+            assert self.root_store is not None, "the shared tokens' state is held until the cache has it"
+            self.cache.keep(prompt, self.root_store)
+        if not keep:
+            self.root_store = None
+        return results
+
+    def _cache_cleared_on_error(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.cache is None else self.cache.cleared_on_error()
+
+    def _prompt(self) -> Prompt:
+        """Return what the state of the tokens that all rows share depends on, beside weights."""
+        reads = read_for(self.tree, self.branch, self.values, self.numbers, self.place)
+        setting = (self.device, compat.current_autocast(self.device.type))
+        weights = weights_for(self.branch, self.values)
+        return Prompt(self.tree.stop, tuple(self._kept(self.tree)[0]), setting, weights, reads)
+
+    def _score_from_old(self, cache: PromptCache, prompt: Prompt) -> None:
+        """Score every row from the state that is kept of this prompt, if any, and let go of that state."""
+        steps = cache.reuses + 1
+        captured = cache.take(prompt)
+        if captured is not None:
+            self.stale = Stale(self._empty_results(), steps)
+            with torch.no_grad():
+                self._forward(self.tree, (), self.stale.results, keep=False, captured=captured)
+            self.root_store = None
+
+    def _capture_and_score(self, captured: Store | None, *, keep: bool) -> list[Tensor]:
+        results = self._empty_results()
         if keep:
             self.leaves = Leaves(
                 self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows
             )
             self._recordable = self.plan.response_tokens
         with self._bar("capture and score") as self._advance:
-            self._forward(self.tree, (), results, keep=keep)
-        self.pages.check_released("forward", but=None if self.root_store is None else self.root_store.owner)
+            self._forward(self.tree, (), results, keep=keep, captured=captured)
         return results
 
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
         return bar(what, self.tree.num_tokens, shown=self.options.progress)
+
+    def _empty_results(self) -> list[Tensor]:
+        return [self.runner.empty_result(i) for i in range(len(self.branch.segment.results))]
 
     def _spans(self, node: Node) -> Sequence[tuple[int, int]]:
         """Return the spans of a node; the last one of a prompt is short enough to keep its graph during replay."""
@@ -181,14 +223,19 @@ class BranchRun:
         rows = tuple(node.rows[:1]) if node.shared else tuple(node.rows)
         return Where(rows, tuple(node.rows), lo, hi, path)
 
-    def _store(self, node: Node, path: tuple[Store, ...]) -> Store:
-        """Return room for the state of a node's tokens that later tokens read."""
+    def _kept(self, node: Node) -> tuple[list[Kept], int]:
+        """Return for each slot which of a node's tokens later tokens read, and where the last captured one ends."""
         spans = self._spans(node)
         kept_spans = spans if node.children else spans[:-1]
         stop = kept_spans[-1][1] if kept_spans else node.start
+        return self.runner.visibility.kept(tuple(node.rows), kept_spans, stop, self.stop), stop
+
+    def _store(self, node: Node, path: tuple[Store, ...]) -> Store:
+        """Return room for the state of a node's tokens that later tokens read."""
+        kept, stop = self._kept(node)
         return Store(
             self.branch.slots,
-            self.runner.visibility.kept(tuple(node.rows), kept_spans, stop, self.stop),
+            kept,
             owner=f"rows {node.rows[0]}..{node.rows[-1]}, tokens {node.start}..{node.stop}",
             rows=node.num_rows,
             start=node.start,
@@ -196,17 +243,26 @@ class BranchRun:
             tier=self.tier,
             boundary=path[-1].boundaries.at(node.start) if path else self._first_boundary(),
             path=path,
-            pages=self.pages,
+            pages=path[-1].pages if path else PagePool(self.options.page_tokens),
         )
 
     def _first_boundary(self) -> list[Tensor]:
         """Return the boundary states before the first token: zeros, for one row."""
         return [torch.zeros((1, *c.shape), dtype=c.dtype, device=self.device) for c in self.branch.carries]
 
-    def _forward(self, node: Node, path: tuple[Store, ...], results: Sequence[Tensor], *, keep: bool) -> None:
-        store = self._store(node, path)
+    def _forward(
+        self,
+        node: Node,
+        path: tuple[Store, ...],
+        results: Sequence[Tensor],
+        *,
+        keep: bool,
+        captured: Store | None = None,
+    ) -> None:
+        """Capture a node, unless its state is given, and all below it; write the results."""
+        store = self._store(node, path) if captured is None else captured
         here = (*path, store)
-        keep_store = keep and node is self.tree and node.stop > node.start
+        keep_store = (keep or self.cache is not None) and node is self.tree and node.stop > node.start
         keep_starts = keep_store and not self._is_frozen(node.stop)
         spans = self._spans(node)
         every = self.plan.boundary_every(len(spans), node.num_rows) if keep_starts else 0
@@ -216,24 +272,29 @@ class BranchRun:
             for number, (lo, hi) in enumerate(spans, start=1):
                 where = self._where(node, here, lo, hi)
                 self.runner.visibility.check(where.rows, lo, hi, self.stop)
-                last = hi == node.stop and not node.children
-                if keep and self._records(node, lo, hi):
-                    after = self._record(node, where, results, store=None if last else store)
-                else:
-                    after = self.runner.forward(where, results, keep=None if last else store)
+                after = () if captured is not None else self._run_span(node, where, results, keep=keep)
                 if after:
                     store.boundaries.save(hi, after, keep=bool(every) and number % every == 0)
                 self._advance((hi - lo) * node.num_rows)
             for child in node.children:
-                self._forward(child, here, results, keep=keep_store)
+                self._forward(child, here, results, keep=keep and keep_store)
         except BaseException:
             keep_store = False
             raise
         finally:
             if keep_store:
                 self.root_store = store
-            else:
+            elif captured is None:
                 store.release()
+        if not path:
+            store.pages.check_released("forward", but=store.owner if keep_store else None)
+
+    def _run_span(self, node: Node, where: Where, results: Sequence[Tensor], *, keep: bool) -> States:
+        """Append a span's state to its node's store and write its results; return the boundary states after it."""
+        store = None if where.hi == node.stop and not node.children else where.path[-1]
+        if keep and self._records(node, where.lo, where.hi):
+            return self._record(node, where, results, store=store)
+        return self.runner.forward(where, results, keep=store)
 
     def _records(self, node: Node, lo: int, hi: int) -> bool:
         """Return whether a span's graph is kept from the forward on: backward need not run the span again."""
@@ -266,14 +327,15 @@ class BranchRun:
         leaves, self.leaves = self.leaves, None
         assert leaves is not None, "forward kept what backward needs"
         try:
-            with self._bar("replay and unwind") as self._advance:
+            with self._cache_cleared_on_error(), self._bar("replay and unwind") as self._advance:
                 self._backward(self.tree, (), result_grads, leaves)
         finally:
             self._recorded.clear()
-            if self.root_store is not None and not self.root_store.released:
-                self.root_store.release()
-            self.root_store = None
-        self.pages.check_released("backward")
+            root, self.root_store = self.root_store, None
+            if root is not None and self.cache is None and not root.released:
+                root.release()
+        if root is not None:
+            root.pages.check_released("backward", but=root.owner if self.cache is not None else None)
         return leaves
 
     def _backward(
@@ -305,6 +367,8 @@ class BranchRun:
         finally:
             if not captured:
                 store.release()
+        if not path and not captured:
+            store.pages.check_released("backward")
 
     def _unwind(self, node: Node, where: Where, result_grads: Sequence[Tensor | None], leaves: Leaves) -> None:
         """Send gradients through one span, the ones after it being done."""
