@@ -294,7 +294,7 @@ def may_hold(condition: torch.Tensor) -> bool:
 
 
 def true_places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the indices of a mask's true entries, one tensor for each dim; of a fake mask, as many as there could be."""
+    """Return the indices of a mask's true entries, one tensor for each dim; of a fake one, as many as may be true."""
     if isinstance(mask, FakeTensor):
         return tuple(mask.new_empty(mask.numel(), dtype=torch.int64) for _ in range(mask.dim()))
     return mask.nonzero(as_tuple=True)

@@ -165,7 +165,7 @@ def _bytes(value: object) -> int | None:
         scale = (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[:1] or " ")
         value = int(float(parts[1]) * scale)
     if value is not None:
-        _positive("memory_budget", value, or_auto=" of bytes, or text such as '12GiB'")
+        _positive("memory_budget", value, or_else=" of bytes, or text such as '12GiB'")
     return value  # type: ignore[return-value]
 
 

@@ -389,7 +389,7 @@ def test_a_step_and_an_interrupted_step_leave_no_page(run: Callable[[], Tensor],
         for at in range(1, count.count, count.count // 3):
             with pytest.raises(RuntimeError, match="on purpose"), interrupted(phase, at):
                 run().backward()
-    assert len(pools) > 8 and not any(pool.outstanding for pool in pools)
+    assert len(pools) > 5 and not any(pool.outstanding for pool in pools)
 
 
 def test_a_leak_is_an_error_that_masks_no_other(
