@@ -101,13 +101,16 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options)
         ) from error
 
 
-def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Compiled:
+def compile_graph(
+    gm: fx.GraphModule, *, options: Options, observe: Observer | None = None, start: Compiled | None = None
+) -> Compiled:
     """Return the compiled form of one Dynamo graph with symbolic sizes.
 
     Args:
         gm: Dynamo's graph.
         options: the user's options.
         observe: called with the name and the record of every stage.
+        start: what is called in place of `run_step`.
     """
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
@@ -119,7 +122,7 @@ def compile_graph(gm: fx.GraphModule, *, options: Options, observe: Observer | N
             return piece.forward
         if program is None:
             return piece.forward
-        run = functools.partial(run_step, program, Budget(program))
+        run = functools.partial(start or run_step, program, Budget(program))
         if options.reuse_prompt_for:
             caches = [PromptCache(options.reuse_prompt_for) for _ in program.step.branches]
             run = functools.partial(run, caches=caches)

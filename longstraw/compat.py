@@ -378,6 +378,13 @@ def enter_autocast(device: str, enabled: bool, dtype: torch.dtype) -> torch.auto
     return context
 
 
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which dtypes stay as they are, for a device type that may have no autocast."""
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 def exit_autocast(context: torch.autocast) -> None:
     """Leave what `enter_autocast` entered."""
     context.__exit__(None, None, None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 
+import torch
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)')
 
 
@@ -121,6 +123,10 @@ class MissingExtra(LongstrawError, ImportError):
 
 class TierFull(LongstrawError, OSError):
     """There is no room for captured state where it was told to rest."""
+
+
+class OutOfMemory(LongstrawError, torch.OutOfMemoryError):
+    """The device's memory is full, and was with shorter spans, too."""
 
 
 class BudgetTooSmall(LongstrawError, ValueError):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from longstraw import backend, compat
 from longstraw.arch.rules import op_name
-from longstraw.errors import LongstrawError
+from longstraw.errors import BudgetTooSmall, LongstrawError
 from longstraw.options import Options
 from longstraw.passes.trace import may_have_model
 from longstraw.render import render
+from longstraw.runtime.budget import Budget, Estimate
+from longstraw.runtime.memory_law import MemoryLaw
+from longstraw.runtime.step import run_step
 from longstraw.stages import Expansion, Lowered, Slot, Stateful
 
 STAGES = ("trace", *(run.__name__ for run in backend.PASSES))
@@ -29,10 +33,12 @@ class Explanation:
     Attributes:
         programs: the rewritten steps: one for each forward with a model (a loop over micro-batches has several).
         records: for each program, the record of every stage by name.
+        inputs: of the first program, as fake tensors.
     """
 
     programs: tuple[Lowered, ...]
     records: tuple[Mapping[str, Any], ...]
+    inputs: tuple[Any, ...]
 
     def stage(self, name: str, program: int = 0) -> str:
         """Return the graphs after a stage as Python source that runs.
@@ -48,8 +54,44 @@ class Explanation:
             raise ValueError(f"There is no stage {name!r}; the stages are {', '.join(STAGES)}.")
         return render(self.records[program][name])
 
+    def law(self) -> MemoryLaw:
+        """Return the memory law of the first program: what each part of the step takes, as sympy formulas.
+
+        Spans of several sizes are run on fake tensors for it, which takes as long as so many forwards and backwards
+        take without their computing.
+        """
+        return self._budget.law(self.inputs)
+
+    def estimate(self) -> Estimate:
+        """Return the plan of the first program and what it takes, for rows whose prompt ends where results begin.
+
+        Raises:
+            BudgetTooSmall: `memory_budget` is set, and no plan fits it.
+        """
+        budget, shape = self._budget, self.law().shape
+        if self._options.memory_budget is None:
+            return budget.estimate(budget.default(), shape, self.inputs)
+        return budget.choose(shape, self.inputs, has_host=_has_host(self.inputs))
+
+    @functools.cached_property
+    def _budget(self) -> Budget:
+        return Budget(self.programs[0])
+
+    @property
+    def _options(self) -> Options:
+        return self.programs[0].step.partitioned.step.options
+
     def __str__(self) -> str:
-        return "\n\n".join(_describe(program) for program in self.programs)
+        return "\n\n".join([*(_describe(program) for program in self.programs), "\n".join(self._plan())])
+
+    def _plan(self) -> list[str]:
+        if self._options.memory_budget is None:
+            return [f"plan: {self._budget.default()[0].describe()}"]
+        try:
+            first, second = self.estimate().lines()
+        except BudgetTooSmall as error:
+            return [f"plan: {error}"]
+        return [f"plan: {first}", f"      {second}"]
 
 
 def explain(
@@ -78,7 +120,12 @@ def explain(
         torch._dynamo.reset()
     if not found.programs:
         raise ValueError("The step contains no model: nothing was rewritten.")
-    return Explanation(tuple(found.programs), tuple(found.records))
+    return Explanation(tuple(found.programs), tuple(found.records), found.inputs)
+
+
+def _has_host(inputs: Sequence[Any]) -> bool:
+    """Return whether host memory is another than that of the step's device."""
+    return any(x.device.type == "cuda" for x in inputs if isinstance(x, torch.Tensor))
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -103,6 +150,7 @@ class Recorder:
         self.options, self.stop = options, stop
         self.programs: list[Lowered] = []
         self.records: list[dict[str, Any]] = []
+        self.inputs: tuple[Any, ...] = ()
         self.__name__ = "longstraw"
         compat.trace_backward_inside(self, backend.traced_as_others)
 
@@ -110,12 +158,17 @@ class Recorder:
         if not may_have_model(gm):
             return gm.forward if self.stop else backend.inner(self.options)(gm, example_inputs)
         if not self.stop:
-            return backend.raised_when_called(lambda: self._compile(gm))
-        self._compile(gm)
-        raise _Captured
+            return backend.raised_when_called(lambda: self._compile(gm, run_step))
+        return self._compile(gm, self._end)
 
-    def _compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        return backend.compile_graph(gm, options=self.options, observe=self._observe)
+    def _compile(self, gm: fx.GraphModule, start: Callable[..., Any]) -> Callable[..., Any]:
+        return backend.compile_graph(gm, options=self.options, observe=self._observe, start=start)
+
+    def _end(self, program: Lowered, budget: Budget, *inputs: Any, **_: Any) -> NoReturn:
+        """Take the sizes of a step's inputs instead of running it."""
+        mode = compat.new_fake_mode()
+        self.inputs = tuple(compat.as_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in inputs)
+        raise _Captured
 
     def _observe(self, name: str, record: Any) -> None:
         if name == STAGES[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,26 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import backend
+from longstraw.errors import OutOfMemory
 from longstraw.runtime import transaction
+from tests.models import zoo
 from tests.small import Tiny, inputs, step
+from tests.steps import STEPS
 
 OPTIONS: dict[str, Any] = {"span_tokens": 4, "page_tokens": 2, "replay_rows": 1}
 
 
 class Interrupting(TorchDispatchMode):
-    """Raises at one operator."""
+    """Raises at one operator, and at as many after it as it is told to."""
 
-    def __init__(self, at: int | None, error: type[BaseException]) -> None:
+    def __init__(self, at: int | None, error: type[BaseException], *, times: int = 1) -> None:
         super().__init__()
-        self.at, self.error, self.count = at, error, 0
+        self.at, self.error, self.times, self.count = at, error, times, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        if self.count == self.at:
+        if self.at is not None and self.at <= self.count < self.at + self.times:
             raise self.error("on purpose")
         return func(*args, **(kwargs or {}))
 
@@ -106,7 +110,7 @@ def test_a_step_that_fails_at_any_operator_changes_nothing(
     parameters = [p.detach().clone() for p in model.parameters()]
     held = [p.grad for p in model.parameters()]
     random = torch.get_rng_state()
-    errors = (RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError)
+    errors = (RuntimeError, KeyboardInterrupt, MemoryError)
     for number, at in enumerate(range(1, count + 1, max(1, count // attempts))):
         error = errors[number % len(errors)]
         with pytest.raises(error, match="on purpose"):
@@ -146,6 +150,69 @@ def test_state_is_freed_without_the_garbage_collector(watch: Watch, outcome: str
         assert all(store() is None for store in watch.stores)
     finally:
         gc.enable()
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What is logged as a warning."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("longstraw").addHandler(handler)
+    yield found
+    logging.getLogger("longstraw").removeHandler(handler)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("recurrent", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_step_out_of_memory_goes_on_with_half_the_span(
+    gate: Gate, watch: Watch, warnings: list[str], phase: str, recurrent: bool
+) -> None:
+    model: nn.Module = zoo.build("mamba2", layers=1) if recurrent else Tiny()
+    grpo = STEPS["grpo"]
+    given = grpo.inputs(model, prompt=19, response=6) if recurrent else inputs(prompt=19, response=6)
+    run: Any = grpo.function if recurrent else step
+
+    def call(function: Any) -> Tensor:
+        return function(model, **given) if isinstance(given, dict) else function(model, *given)
+
+    call(run).backward()
+    expected = [p.grad for p in model.parameters()]
+    gate.phase = phase
+    for attempt in range(4):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, backend="longstraw", options={**OPTIONS, "span_tokens": 8})
+        gate.mode = count = Interrupting(None, RuntimeError)
+        model.zero_grad()
+        call(compiled).backward()
+        gate.mode = Interrupting((1 + attempt) * count.count // 5, torch.OutOfMemoryError)
+        model.zero_grad()
+        call(compiled).backward()
+        assert warnings == ["out of memory (on purpose): spans of 4 tokens from here on"]
+        assert not watch.alive()
+        for found, wanted in zip((p.grad for p in model.parameters()), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        gate.mode = Interrupting(None, RuntimeError)
+        call(compiled).backward()
+        assert len(warnings) == 1, "later steps keep the shorter spans"
+        warnings.clear()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_out_of_memory_twice_is_refused_with_its_plan(gate: Gate, watch: Watch, phase: str) -> None:
+    model = Tiny()
+    compiled = torch.compile(step, backend="longstraw", options={**OPTIONS, "span_tokens": 8})
+    gate.phase, gate.mode = phase, Interrupting(400, torch.OutOfMemoryError, times=1 << 30)
+    with pytest.raises(OutOfMemory, match="full, also with spans of 4 tokens"):
+        compiled(model, *inputs(prompt=11, response=6)).backward()
+    assert not watch.alive()
+    assert all(p.grad is None for p in model.parameters())
+    gate.mode = Interrupting(None, RuntimeError)
+    compiled(model, *inputs(prompt=11, response=6)).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 # --- soak -------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def attend(
         build = build._replace(function=_under(autocast, build.function))
     call = _Call(start, tuple(earlier), blocks, scale, score, key_tile, {} if plans is None else plans, build)
     inputs = (*score_inputs, *(() if build is None else build.inputs))
-    with torch.autocast(device, enabled=False):  # dtypes are chosen here
+    with compat.without_autocast(device):  # dtypes are chosen here
         out: Tensor = _Attend.apply(query, key, value, sink, call, len(score_inputs), *inputs)  # type: ignore[no-untyped-call]
     return out
 

@@ -7,6 +7,7 @@ span, and what comes from another tier. It orders plans; it is not a prediction 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,12 +46,8 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return the estimate as text."""
-        plan = self.plans[0]
-        rows = "as many responses as fit" if plan.replay_rows is None else f"{plan.replay_rows} responses"
-        every = "" if not plan.boundary_bytes else f", every {plan.saved_every or 'possible'} boundary state saved"
-        first = f"spans of {plan.span_tokens} tokens, {rows} at once, state on {plan.tier}{every}"
         parts = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in self.parts.items() if size)
-        return [first, f"peak {self.peak / MIB:,.1f} MiB: {parts}"]
+        return [self.plans[0].describe(), f"peak {self.peak / MIB:,.1f} MiB: {parts}"]
 
 
 class Budget:
@@ -64,6 +61,7 @@ class Budget:
         self._program = program
         self._options = program.step.partitioned.step.options
         self._law: MemoryLaw | None = None
+        self._longest = sys.maxsize
         self._chosen: dict[tuple[Shape, bool], Estimate] = {}
 
     def law(self, inputs: Sequence[Any]) -> MemoryLaw:
@@ -74,7 +72,13 @@ class Budget:
 
     def default(self) -> tuple[Plan, ...]:
         """Return the plans without a budget."""
-        return tuple(Plan.of(branch, self._options) for branch in self._program.step.branches)
+        plans = (Plan.of(branch, self._options) for branch in self._program.step.branches)
+        return tuple(replace(plan, span_tokens=min(plan.span_tokens, self._longest)) for plan in plans)
+
+    def shorten(self, tokens: int) -> None:
+        """Plan no span of more tokens from here on."""
+        self._longest = min(self._longest, tokens)
+        self._chosen.clear()
 
     def estimate(self, plans: Sequence[Plan], shape: Shape, inputs: Sequence[Any]) -> Estimate:
         """Return what plans take.
@@ -195,8 +199,9 @@ def _work(plan: Plan, shape: Shape, *, trained: bool) -> float:
 
 
 def _too_small(budget: int, least: Estimate) -> BudgetTooSmall:
-    needed, *parts = reversed(least.lines())
+    plan, needed = least.lines()
     return BudgetTooSmall(
-        f"No plan for this step fits a memory budget of {budget / MIB:,.1f} MiB. The smallest takes {needed[5:]}.",
-        remedy=f"Give memory_budget={least.peak} (bytes) or more; that plan has {parts[0]}.",
+        f"No plan for this step fits a memory budget of {budget / MIB:,.1f} MiB. "
+        f"The smallest has {plan}; its {needed}.",
+        remedy=f"Give memory_budget={least.peak} (bytes) or more.",
     )

@@ -21,6 +21,7 @@ from longstraw.runtime.attention import KEY_TILE
 from longstraw.runtime.key_parts import MASK_TILE
 from longstraw.runtime.leaves import learning_inputs
 from longstraw.runtime.numbers import Numbers
+from longstraw.runtime.plan import Shape
 from longstraw.runtime.rehearsal import Footprint, Rehearsal
 from longstraw.stages import Lowered, Stateful
 
@@ -82,10 +83,12 @@ class MemoryLaw:
     Attributes:
         weights: bytes of the step's parameters and other inputs.
         branches: the laws of its branches, in the order in which they run.
+        shape: of the rows that it was found with, if the prompt ends where results begin.
     """
 
     weights: sympy.Expr
     branches: tuple[BranchLaw, ...]
+    shape: Shape
 
 
 def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
@@ -107,12 +110,18 @@ def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
     given = {compat.memory(x) for x in fakes if isinstance(x, Tensor)}
     computed = _bytes([x for x in light if isinstance(x, Tensor) and compat.memory(x) not in given])
     per_token = sympy.Rational(computed, numbers.rows * numbers.tokens)
-    laws = [
-        _branch_law(branch, values, numbers, learns=located.learns, options=located.options, mode=mode)
+    rehearsals = [
+        Rehearsal(branch, values, numbers, learns=located.learns, options=located.options, mode=mode)
         for branch in program.step.branches
     ]
+    laws = [
+        _branch_law(branch, rehearsal, values, learns=located.learns, options=located.options)
+        for branch, rehearsal in zip(program.step.branches, rehearsals, strict=True)
+    ]
     weights = _bytes([x for x in fakes if isinstance(x, Tensor)])
-    return MemoryLaw(weights + per_token * ROWS * (PROMPT + RESPONSE), tuple(laws))
+    start, stop = rehearsals[0].response
+    shape = Shape(start, stop - start, numbers.rows)
+    return MemoryLaw(weights + per_token * ROWS * (PROMPT + RESPONSE), tuple(laws), shape)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -121,23 +130,21 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _branch_law(
     branch: Stateful,
+    rehearsal: Rehearsal,
     values: Mapping[fx.Node, Any],
-    numbers: Numbers,
     *,
     learns: frozenset[fx.Node],
     options: Options,
-    mode: Any,
 ) -> BranchLaw:
     trained = learning_inputs(branch, values, learns)
     learning = bool(trained) and any(node in learns for node in branch.segment.results)
     unwound = learning and options.prompt_grad == "exact" and branch.state_learns
-    rehearsal = Rehearsal(branch, values, numbers, learns=learns, options=options, mode=mode)
     start, stop = rehearsal.response
     prompt = {n: rehearsal.span(rows=1, lo=start - n, hi=start, appends=True) for n in _sizes(_SPANS, start)}
     response = {
         n: rehearsal.span(rows=1, lo=start, hi=start + n, appends=False) for n in _sizes(_RESPONSES, stop - start)
     }
-    rows, length = min(_ROWS, numbers.rows), min(stop - start, _RESPONSES[-1])
+    rows, length = min(_ROWS, rehearsal.rows), min(stop - start, _RESPONSES[-1])
     response[rows * length] = rehearsal.span(rows=rows, lo=start, hi=start + length, appends=False)
     kept, staged = _kept(branch, options, unwound=unwound)
     gradients = _gradient_bytes(trained, values, options)

@@ -175,7 +175,7 @@ class PagePool:
             raise holding.refused(max(lo, holding.stop), hi, "written", f"its room ends at {holding.stop}")
         if holding.shown < lo:
             raise holding.refused(lo, hi, "written", f"tokens {holding.shown} to {lo} are hidden")
-        pages = holding.table.overlapping(lo, hi)
+        pages = holding.table.overlapping(lo, hi) if count else range(0)
         reader = next((reader for reader, end in holding.readers.items() if pages and end > pages[0]), None)
         if reader is not None:
             raise holding.refused(lo, min(hi, holding.table.position(pages[0])[1]), "written", f"{reader} reads it")

@@ -65,6 +65,14 @@ class Plan:
             options.state_tier,
         )
 
+    def describe(self) -> str:
+        """Return the plan in words."""
+        rows = (
+            "as many responses at once as fit" if self.replay_rows is None else f"{self.replay_rows} responses at once"
+        )
+        every = f", every {self.saved_every}. boundary state saved" if (self.saved_every or 1) > 1 else ""
+        return f"spans of {self.span_tokens} tokens, {rows}, state on tier {self.tier!r}{every}"
+
     @property
     def tail_tokens(self) -> int:
         """How many of the shared prompt's last tokens keep their graph from capture to unwind, at most."""

@@ -84,6 +84,11 @@ class Rehearsal:
         self._seen: set[tuple[bool, bool]] = set()
 
     @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return self._runner.num_rows
+
+    @property
     def response(self) -> tuple[int, int]:
         """The first and the last token + 1 of a response: what has results, but for the prompt's last token."""
         stop = max(stop for _, stop in self._runner.windows)

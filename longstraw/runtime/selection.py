@@ -227,7 +227,7 @@ def attend_to_selected(
         selected: `[rows, tokens, k]`, in row coordinates; -1: none.
         scale: factor on the products.
     """
-    with torch.autocast(query.device.type, enabled=False):  # dtypes are chosen here
+    with compat.without_autocast(query.device.type):  # dtypes are chosen here
         out: Tensor = _Gathered.apply(query, key, value, (start, tuple(earlier), scale), selected)  # type: ignore[no-untyped-call]
     return out
 

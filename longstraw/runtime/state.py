@@ -123,6 +123,15 @@ class Store:
         if self._alive("shown"):
             self.pages.show(self.owner, until)
 
+    def begin_again(self) -> None:
+        """Show all that was captured; gradients are zero again."""
+        if self._alive("shown"):
+            self.restore(self.stop)
+        self.boundaries.forget_gradients()
+        for grad in self._grads or ():
+            if grad is not None:
+                grad.zero_()
+
     def track_gradients(self, dtype: torch.dtype) -> None:
         """Allocate gradients, zero, in at least `dtype`, for the slots that gradients reach."""
         self._grads = [

@@ -42,7 +42,7 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[Pr
     numbers = Numbers(located.sizes, values)
     kept: Sequence[PromptCache | None] = caches or [None] * len(program.step.branches)
     branches = [
-        BranchRun(branch, runs, values, numbers, located, plan, cache=cache)
+        BranchRun(branch, runs, values, numbers, located, plan, shorten=budget.shorten, cache=cache)
         for branch, runs, plan, cache in zip(program.step.branches, program.runs, budget.default(), kept, strict=True)
     ]
     if located.options.memory_budget is not None:

@@ -7,15 +7,17 @@ replays the responses and unwinds the prompt: the same walk, each node's spans i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from longstraw import compat
-from longstraw.errors import BadInput, PromptNotFound
+from longstraw.errors import BadInput, OutOfMemory, PromptNotFound
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
@@ -32,6 +34,9 @@ from longstraw.runtime.state import Kept, Store
 from longstraw.runtime.tiers import Tier
 from longstraw.stages import Located, Runs, Stateful
 
+Result = TypeVar("Result")
+_LOGGER = logging.getLogger("longstraw")
+
 
 def _memory(value: Any) -> int | None:
     return compat.memory(value) if isinstance(value, Tensor) else None
@@ -47,6 +52,7 @@ class BranchRun:
         numbers: this step's sizes.
         step: the step, for its options and the names of its inputs.
         plan: how it is cut.
+        shorten: told of shorter spans for later steps, when memory was too full for these.
         cache: keeps the state of the tokens that all rows share for later steps; None keeps it for this one only.
     """
 
@@ -59,10 +65,11 @@ class BranchRun:
         step: Located,
         plan: Plan,
         *,
+        shorten: Callable[[int], None],
         cache: PromptCache | None = None,
     ) -> None:
         self.branch, self.values, self.numbers, self.options = branch, values, numbers, step.options
-        self.sources = step.inputs
+        self.sources, self._shorten = step.inputs, shorten
         self.sizes = numbers.sizes
         place = functools.lru_cache(maxsize=None)(numbers.place)
         self.runner = Runner(
@@ -95,6 +102,7 @@ class BranchRun:
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
         self._recordable = 0
+        self._halved = False
         self._advance: Advance = unseen
 
     # --- plan -------------------------------------------------------------------------------------------------------
@@ -160,13 +168,13 @@ class BranchRun:
         responses as need less than a span together: these need not run again.
         """
         if self.cache is None:
-            return self._capture_and_score(None, keep=keep)
+            return self._unless_full(lambda: self._capture_and_score(None, keep=keep))
         with self._cache_cleared_on_error():
             prompt = self._prompt()
             captured = self.cache.reuse(prompt)
             if captured is None:
                 self._score_from_old(self.cache, prompt)
-            results = self._capture_and_score(captured, keep=keep)
+            results = self._unless_full(lambda: self._capture_and_score(captured, keep=keep))
             assert self.root_store is not None, "the shared tokens' state is held until the cache has it"
             self.cache.keep(prompt, self.root_store)
         if not keep:
@@ -196,13 +204,45 @@ class BranchRun:
     def _capture_and_score(self, captured: Store | None, *, keep: bool) -> list[Tensor]:
         results = self._empty_results()
         if keep:
-            self.leaves = Leaves(
-                self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows
-            )
+            self.leaves = self._new_leaves()
             self._recordable = self.plan.response_tokens
         with self._bar("capture and score") as self._advance:
             self._forward(self.tree, (), results, keep=keep, captured=captured)
         return results
+
+    def _new_leaves(self) -> Leaves:
+        return Leaves(self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows)
+
+    def _unless_full(self, run: Callable[[], Result]) -> Result:
+        """Run a phase, and once more from its beginning with spans of half the tokens if the device's memory is full.
+
+        Raises:
+            OutOfMemory: it is full with the shorter spans, too.
+        """
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            if self._halved or self.plan.span_tokens == 1:
+                raise OutOfMemory(
+                    f"The device's memory is full, also with {self.plan.describe()}.",
+                    remedy="Give memory_budget, which plans a step to fit or says what it takes at least; or "
+                    "span_tokens, replay_rows=1, and another state_tier.",
+                ) from error
+            reason = str(error).splitlines()[0]
+        self._halved = True
+        return self._unless_full(lambda: self._with_half(run, reason))
+
+    def _with_half(self, run: Callable[[], Result], reason: str) -> Result:
+        """Run a phase with spans of half the tokens; what was captured before the phase stays, and nothing else."""
+        tokens = self.plan.span_tokens // 2
+        _LOGGER.warning("out of memory (%s): spans of %d tokens from here on", reason, tokens)
+        self._shorten(tokens)
+        self._recorded.clear()
+        self.leaves = None
+        self.take(dataclasses.replace(self.plan, span_tokens=tokens))
+        if self.root_store is not None:
+            self.root_store.begin_again()
+        return run()
 
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
         return bar(what, self.tree.num_tokens, shown=self.options.progress)
@@ -324,18 +364,23 @@ class BranchRun:
     @torch.compiler.disable  # autograd may call this while Dynamo watches for frames to compile
     def backward(self, result_grads: Sequence[Tensor | None]) -> Leaves:
         """Replay and unwind every row; return the accumulated gradients."""
-        leaves, self.leaves = self.leaves, None
-        assert leaves is not None, "forward kept what backward needs"
         try:
-            with self._cache_cleared_on_error(), self._bar("replay and unwind") as self._advance:
-                self._backward(self.tree, (), result_grads, leaves)
+            with self._cache_cleared_on_error():
+                leaves = self._unless_full(lambda: self._replay_and_unwind(result_grads))
         finally:
             self._recorded.clear()
+            self.leaves = None
             root, self.root_store = self.root_store, None
             if root is not None and self.cache is None and not root.released:
                 root.release()
         if root is not None:
             root.pages.check_released("backward", but=root.owner if self.cache is not None else None)
+        return leaves
+
+    def _replay_and_unwind(self, result_grads: Sequence[Tensor | None]) -> Leaves:
+        leaves = self.leaves or self._new_leaves()
+        with self._bar("replay and unwind") as self._advance:
+            self._backward(self.tree, (), result_grads, leaves)
         return leaves
 
     def _backward(

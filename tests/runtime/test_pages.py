@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
