@@ -173,7 +173,7 @@ def test_a_step_out_of_memory_goes_on_with_half_the_span(
 ) -> None:
     model: nn.Module = zoo.build("mamba2", layers=1) if recurrent else Tiny()
     grpo = STEPS["grpo"]
-    given = grpo.inputs(model, prompt=19, response=6) if recurrent else inputs(prompt=19, response=6)
+    given = grpo.inputs(model, prompt=27, response=6) if recurrent else inputs(prompt=27, response=6)
     run: Any = grpo.function if recurrent else step
 
     def call(function: Any) -> Tensor:
@@ -184,14 +184,14 @@ def test_a_step_out_of_memory_goes_on_with_half_the_span(
     gate.phase = phase
     for attempt in range(4):
         torch._dynamo.reset()
-        compiled = torch.compile(run, backend="longstraw", options={**OPTIONS, "span_tokens": 8})
+        compiled = torch.compile(run, backend="longstraw", options={**OPTIONS, "span_tokens": 7})
         gate.mode = count = Interrupting(None, RuntimeError)
         model.zero_grad()
         call(compiled).backward()
         gate.mode = Interrupting((1 + attempt) * count.count // 5, torch.OutOfMemoryError)
         model.zero_grad()
         call(compiled).backward()
-        assert warnings == ["out of memory (on purpose): spans of 4 tokens from here on"]
+        assert warnings == ["out of memory (on purpose): spans of 3 tokens from here on"]
         assert not watch.alive()
         for found, wanted in zip((p.grad for p in model.parameters()), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -402,6 +403,8 @@ class BranchRun:
                         store.boundaries.save(hi, after, keep=number % every == 0)
                 if not frozen:
                     store.track_gradients(self.options.grad_dtype)
+            elif self._halved:  # unwinding let go of some
+                self._recompute_boundary(node, here, node.stop)
             for child in sorted(node.children, key=lambda child: (id(child), child.start) not in self._recorded):
                 self._backward(child, here, result_grads, leaves)
             for lo, hi in reversed(spans):
@@ -423,7 +426,7 @@ class BranchRun:
         if graph is None:
             if not last:
                 store.restore(lo)
-            self._recompute_boundary(node, where)
+            self._recompute_boundary(node, where.path, lo)
             graph = self.runner.record(where, leaves, appends=not last)
         owner = where.boundary_owner
         grads = self.runner.send(
@@ -438,16 +441,16 @@ class BranchRun:
         if not last and self.branch.carries:
             store.boundaries.drop(hi)
 
-    def _recompute_boundary(self, node: Node, where: Where) -> None:
-        """Run the spans before a span again, from the last one whose boundary states are held."""
-        store = where.path[-1]
-        at = store.boundaries.nearest(where.lo)
-        if not self.branch.carries or at == where.lo:
+    def _recompute_boundary(self, node: Node, path: tuple[Store, ...], until: int) -> None:
+        """Run the spans before a token of a node again, from the last one whose boundary states are held."""
+        store = path[-1]
+        at = store.boundaries.nearest(until)
+        if not self.branch.carries or at == until:
             return
-        for lo, hi in self._spans(node):
-            if at <= lo < where.lo:
-                store.restore(lo)
-                with torch.no_grad():
-                    after = self.runner.forward(self._where(node, where.path, lo, hi), None, keep=None, boundary=True)
-                store.boundaries.save(hi, after, keep=True)
-        store.restore(where.lo)
+        cuts = [at, *(lo for lo, _ in self._spans(node) if at < lo < until), until]
+        for lo, hi in itertools.pairwise(cuts):
+            store.restore(lo)
+            with torch.no_grad():
+                after = self.runner.forward(self._where(node, path, lo, hi), None, keep=None, boundary=True)
+            store.boundaries.save(hi, after, keep=True)
+        store.restore(until)
