@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import backend, explain
 from longstraw.runtime import attention, mixing, selection, spans, tiers
+from longstraw.runtime.live_bytes import LiveBytes
 from tests.models import zoo
 from tests.steps import STEPS
 
@@ -24,34 +22,10 @@ LAYERS = 4
 STATE_BYTES = LAYERS * 2 * 2 * 16 * 8
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators made and that are still alive: the most there ever were, and the largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self.largest = 0
-        self._bytes: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves((args, kwargs)) if is_dense(leaf)}
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if is_dense(leaf) and leaf.untyped_storage()._cdata not in given:
-                self._bytes[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
-                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
-        self._bytes = {storage: size for storage, size in self._bytes.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self._bytes.values()))
-        return result
-
-
-def is_dense(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided
-
-
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> Live:
+def live(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
     """Counts in each compiled step, from its first operator."""
-    counter = Live()
+    counter = LiveBytes()
     run_step = backend.run_step
 
     def counted(*args: Any) -> Any:
@@ -62,11 +36,12 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Live:
     return counter
 
 
-def peak(live: Live, step: Any, model: nn.Module, inputs: dict[str, Any]) -> int:
+def peak(live: LiveBytes, step: Any, model: nn.Module, inputs: dict[str, Any]) -> int:
     """The most bytes alive at once in one step and its backward; gradients are there from the start."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    live.peak = live.largest = 0
+    live.restart()
+    live.peak = 0
     loss = step(model, **inputs)
     with live:
         loss.backward()
@@ -81,7 +56,7 @@ def compiled(span_tokens: int, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3_5_text", pytest.param("mamba2", marks=pytest.mark.slow), "glm_moe_dsa"]
 )
-def test_peak_does_not_depend_on_the_group(live: Live, name: str) -> None:
+def test_peak_does_not_depend_on_the_group(live: LiveBytes, name: str) -> None:
     model = zoo.build(name)
     step = compiled(span_tokens=16)
     prompt, response = 40, 16
@@ -93,7 +68,7 @@ def test_peak_does_not_depend_on_the_group(live: Live, name: str) -> None:
 
 
 @pytest.mark.parametrize(("prompt_grad", "copies"), [("exact", 2), ("none", 1)])
-def test_peak_grows_with_the_prompt_by_its_state(live: Live, prompt_grad: str, copies: int) -> None:
+def test_peak_grows_with_the_prompt_by_its_state(live: LiveBytes, prompt_grad: str, copies: int) -> None:
     model = zoo.build("llama", layers=LAYERS)
     step = compiled(span_tokens=16, prompt_grad=prompt_grad)
     peaks = [peak(live, step, model, STEP.inputs(model, prompt=p, response=8, group=2)) for p in (128, 384)]
@@ -102,7 +77,7 @@ def test_peak_grows_with_the_prompt_by_its_state(live: Live, prompt_grad: str, c
 
 
 def test_peak_does_not_grow_with_a_prompt_whose_state_is_in_files(
-    live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    live: LiveBytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_files = 0
     mapped = tiers._mapped
@@ -138,7 +113,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("gather_cost", [1e-9, pytest.param(1e9, marks=pytest.mark.slow)], ids=["gathered", "masked"])
 def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
-    live: Live, monkeypatch: pytest.MonkeyPatch, gather_cost: float
+    live: LiveBytes, monkeypatch: pytest.MonkeyPatch, gather_cost: float
 ) -> None:
     monkeypatch.setattr(mixing, "GATHER_COST", gather_cost)
     model = zoo.build("glm_moe_dsa", index_topk=16, indexer_types=["full", "shared"])
@@ -152,7 +127,7 @@ def test_peak_of_sparse_attention_grows_with_the_prompt_by_latents_and_keys(
 
 
 @pytest.mark.parametrize("tiled", [True, False])
-def test_logits_of_a_span_are_never_alive(live: Live, monkeypatch: pytest.MonkeyPatch, tiled: bool) -> None:
+def test_logits_of_a_span_are_never_alive(live: LiveBytes, monkeypatch: pytest.MonkeyPatch, tiled: bool) -> None:
     vocab, span = 4096, 3 * WIDTH  # more than twice the weights of the head
     monkeypatch.setattr(spans, "TILE_BYTES", 1 << 20 if tiled else 1 << 40)
     model = zoo.build("llama", vocab_size=vocab)
@@ -160,7 +135,7 @@ def test_logits_of_a_span_are_never_alive(live: Live, monkeypatch: pytest.Monkey
     assert (live.largest < span // 2 * vocab * 8) == tiled
 
 
-def test_peak_of_a_recurrent_model_grows_with_the_prompt_by_saved_boundary_states(live: Live) -> None:
+def test_peak_of_a_recurrent_model_grows_with_the_prompt_by_saved_boundary_states(live: LiveBytes) -> None:
     model = zoo.build("mamba2", layers=1)
     program = explain(STEP.function, model, **STEP.inputs(model)).programs[0]
     state = sum(carry.num_bytes for carry in program.step.branches[0].carries)
@@ -177,7 +152,7 @@ def test_peak_of_a_recurrent_model_grows_with_the_prompt_by_saved_boundary_state
     assert slopes[1000] <= state / span + ids
 
 
-def test_thinned_boundary_states_take_less(live: Live) -> None:
+def test_thinned_boundary_states_take_less(live: LiveBytes) -> None:
     model = zoo.build("mamba2", layers=1)
     inputs = STEP.inputs(model, prompt=256, response=8, group=2)
     peaks = [peak(live, compiled(span_tokens=8, boundary_every=n), model, inputs) for n in (1, 8)]
