@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
@@ -301,6 +301,8 @@ def true_places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 leaves_of = pytree.tree_leaves
+without_modes = _disable_current_modes
+"""A context in which no dispatch mode sees operators."""
 DispatchMode = TorchDispatchMode
 """A context that sees every operator."""
 StorageReference = StorageWeakRef

@@ -62,16 +62,21 @@ class Explanation:
         """
         return self._budget.law(self.inputs)
 
-    def estimate(self) -> Estimate:
+    def estimate(self, memory_budget: int | str | None = None) -> Estimate:
         """Return the plan of the first program and what it takes, for rows whose prompt ends where results begin.
 
+        Args:
+            memory_budget: as in the options, in place of what they say.
+
         Raises:
-            BudgetTooSmall: `memory_budget` is set, and no plan fits it.
+            BudgetTooSmall: no plan fits the budget.
         """
         budget, shape = self._budget, self.law().shape
-        if self._options.memory_budget is None:
+        options = self._options if memory_budget is None else Options(memory_budget=memory_budget)
+        bound = options.memory_budget
+        if not isinstance(bound, int):
             return budget.estimate(budget.default(), shape, self.inputs)
-        return budget.choose(shape, self.inputs, has_host=_has_host(self.inputs))
+        return budget.choose(bound, shape, self.inputs, has_host=_has_host(self.inputs))
 
     @functools.cached_property
     def _budget(self) -> Budget:

@@ -14,9 +14,10 @@ from typing import Any
 
 import sympy
 
+from longstraw import compat
 from longstraw.errors import BudgetTooSmall
 from longstraw.runtime import memory_law as law
-from longstraw.runtime.memory_law import MemoryLaw, memory_law
+from longstraw.runtime.memory_law import MemoryLaw, memory_law, sampled
 from longstraw.runtime.plan import Plan, Shape
 from longstraw.stages import Lowered
 
@@ -60,15 +61,22 @@ class Budget:
     def __init__(self, program: Lowered) -> None:
         self._program = program
         self._options = program.step.partitioned.step.options
-        self._law: MemoryLaw | None = None
+        self._laws: dict[object, MemoryLaw] = {}
         self._longest = sys.maxsize
-        self._chosen: dict[tuple[Shape, bool], Estimate] = {}
+        self._chosen: dict[object, Estimate] = {}
 
-    def law(self, inputs: Sequence[Any]) -> MemoryLaw:
-        """Return the program's memory law, which inputs of any size tell."""
-        if self._law is None:
-            self._law = memory_law(self._program, inputs)
-        return self._law
+    def law(self, inputs: Sequence[Any], shape: Shape | None = None) -> MemoryLaw:
+        """Return the program's memory law.
+
+        Args:
+            inputs: of the step, whose sizes bound the spans that are rehearsed.
+            shape: of their rows; a law that was found with as many sizes holds for them too.
+        """
+        sizes = None if shape is None else sampled(shape)
+        if sizes not in self._laws:
+            with compat.without_modes():  # a caller's mode doesn't see what isn't run
+                self._laws[sizes] = memory_law(self._program, inputs)
+        return self._laws[sizes]
 
     def default(self) -> tuple[Plan, ...]:
         """Return the plans without a budget."""
@@ -88,12 +96,13 @@ class Budget:
             shape: of the step's rows.
             inputs: of the step.
         """
-        return _estimate(self.law(inputs), tuple(plans), shape, trained=self._options.prompt_grad == "exact")
+        return _estimate(self.law(inputs, shape), tuple(plans), shape, trained=self._options.prompt_grad == "exact")
 
-    def choose(self, shape: Shape, inputs: Sequence[Any], *, has_host: bool) -> Estimate:
+    def choose(self, budget: int, shape: Shape, inputs: Sequence[Any], *, has_host: bool) -> Estimate:
         """Return the plans that fit the budget and work least.
 
         Args:
+            budget: in bytes.
             shape: of the step's rows.
             inputs: of the step.
             has_host: whether host memory is another than the device's.
@@ -101,15 +110,14 @@ class Budget:
         Raises:
             BudgetTooSmall: none fits.
         """
-        if (shape, has_host) not in self._chosen:
-            budget = self._options.memory_budget
-            assert isinstance(budget, int), "there is a budget"
+        key = (budget, shape, has_host)
+        if key not in self._chosen:
             found = [self.estimate(plans, shape, inputs) for plans in self._candidates(shape, has_host)]
             fitting = [estimate for estimate in found if estimate.peak <= budget]
             if not fitting:
                 raise _too_small(budget, min(found, key=lambda estimate: estimate.peak))
-            self._chosen[shape, has_host] = min(fitting, key=lambda estimate: (estimate.work, estimate.peak))
-        return self._chosen[shape, has_host]
+            self._chosen[key] = min(fitting, key=lambda estimate: (estimate.work, estimate.peak))
+        return self._chosen[key]
 
     def _candidates(self, shape: Shape, has_host: bool) -> Iterator[tuple[Plan, ...]]:
         defaults, options = self.default(), self._options
@@ -167,14 +175,15 @@ def _numbers(plan: Plan, shape: Shape) -> dict[sympy.Symbol, Any]:
     at_once = min(shape.response, plan.span_tokens)
     batch = rows * shape.response
     recorded = min(plan.response_tokens // batch * batch, shape.rows * shape.response)
-    spans = len(plan.cut(0, shape.prompt, has_tail=True))
+    cuts = plan.cut(0, shape.prompt, has_tail=True)
+    spans = len(cuts)
     every = plan.boundary_every(spans, 1) if plan.boundary_bytes else 1
     last = (shape.response - 1) % plan.span_tokens + 1
     return {
         law.PROMPT: shape.prompt,
         law.RESPONSE: shape.response,
         law.ROWS: shape.rows,
-        law.SPAN: min(plan.span_tokens, max(1, shape.prompt)),
+        law.SPAN: max((hi - lo for lo, hi in cuts), default=0),
         law.TAIL: min(plan.tail_tokens, shape.prompt),
         law.RECORDED: recorded,
         law.REPLAYED: rows * at_once,

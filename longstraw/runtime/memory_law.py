@@ -6,6 +6,7 @@ taken to be linear between them. Bytes are those of live tensors on the device.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,12 @@ def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
     start, stop = rehearsals[0].response
     shape = Shape(start, stop - start, numbers.rows)
     return MemoryLaw(weights + per_token * ROWS * (PROMPT + RESPONSE), tuple(laws), shape)
+
+
+def sampled(shape: Shape) -> tuple[int, int, int]:
+    """Return how many sizes are rehearsed for a shape: of spans of the prompt, of those of a response, and rows."""
+    spans, responses = bisect.bisect(_SPANS, shape.prompt), bisect.bisect(_RESPONSES, shape.response)
+    return spans, responses, min(_ROWS, shape.rows)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

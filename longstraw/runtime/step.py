@@ -45,8 +45,8 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[Pr
         BranchRun(branch, runs, values, numbers, located, plan, shorten=budget.shorten, cache=cache)
         for branch, runs, plan, cache in zip(program.step.branches, program.runs, budget.default(), kept, strict=True)
     ]
-    if located.options.memory_budget is not None:
-        _plan(budget, branches, inputs)
+    if isinstance(located.options.memory_budget, int):
+        _plan(budget, located.options.memory_budget, branches, inputs)
     results = [_connected(run) for run in branches]
     objective = functools.partial(program.step.partitioned.objective, *inputs)
     return outputs_and_drift(objective, results, [run.stale for run in branches], located.options)
@@ -72,11 +72,11 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
         )
 
 
-def _plan(budget: Budget, branches: Sequence[BranchRun], inputs: Sequence[Any]) -> None:
-    """Give every branch a plan that fits the budget, for the longest prompt and response among them."""
+def _plan(budget: Budget, most: int, branches: Sequence[BranchRun], inputs: Sequence[Any]) -> None:
+    """Give every branch a plan that fits so many bytes, for the longest prompt and response among them."""
     shapes = [run.shape for run in branches]
-    most = Shape(*(max(getattr(shape, name.name) for shape in shapes) for name in dataclasses.fields(Shape)))
-    chosen = budget.choose(most, inputs, has_host=branches[0].device.type == "cuda")
+    largest = Shape(*(max(getattr(shape, name.name) for shape in shapes) for name in dataclasses.fields(Shape)))
+    chosen = budget.choose(most, largest, inputs, has_host=branches[0].device.type == "cuda")
     for run, plan in zip(branches, chosen.plans, strict=True):
         run.take(plan)
 

@@ -39,9 +39,8 @@ class Measured:
             with self.live:
                 return run_step(*args, **kwargs)
 
-        def planned(budget: Budget, branches: Any, inputs: Any) -> None:
-            with torch.utils._python_dispatch._disable_current_modes():
-                plan(budget, branches, inputs)
+        def planned(budget: Budget, *args: Any) -> None:
+            plan(budget, *args)
             (self.estimate,) = budget._chosen.values()
 
         monkeypatch.setattr(backend, "run_step", counted)
