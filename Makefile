@@ -39,14 +39,15 @@ format: $(STAMP)  ## rewrite the sources as lint wants them
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-examples: $(STAMP)  ## every example in its short form
-	set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python $$example --quick; done
+examples: $(STAMP)  ## every example in its short form, two at a time
+	ls examples/*.py | xargs -P 2 -I {} sh -c 'out=$$($(BIN)/python {} --quick 2>&1); s=$$?; echo "== {}"; echo "$$out"; exit $$s'
 
 zoo: $(STAMP)  ## the slow sweep: every decoder of transformers that can be built small
 	$(BIN)/python -m pytest -n auto -m zoo
 
-bench: $(STAMP)  ## the benchmark with all its promises checked (about 15 minutes)
+bench: $(STAMP)  ## the benchmarks with all their promises checked (about 20 minutes)
 	$(BIN)/python benchmarks/step.py --check
+	$(BIN)/python benchmarks/plan.py --check
 
 hooks: $(STAMP)  ## install the git hooks
 	$(BIN)/pre-commit install

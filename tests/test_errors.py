@@ -369,7 +369,7 @@ def test_tensors_on_several_devices_in_one_op_are_dynamos_error() -> None:
         compiled()(model, **{**inputs, "old_logp": inputs["old_logp"].to("meta")})
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("value", sweep([math.inf, -math.inf, math.nan], always=[math.inf, math.nan]))
 def test_values_that_are_not_finite_are_passed_on(value: float) -> None:
     model, inputs = model_and_inputs()
     inputs["old_logp"][1, 2] = value

@@ -13,7 +13,9 @@ from tests.sweeps import sweep
 
 
 @pytest.mark.parametrize("group", sweep([1, 3], always=[1]))
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", sweep(["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"], always=["gpt_oss", "deepseek_v3"])
+)
 def test_default_expert_dispatch_equals_eager(name: str, group: int) -> None:
     model = zoo.build(name, dtype=torch.float32)
     model.config._experts_implementation = "grouped_mm"

@@ -38,8 +38,7 @@ REFUSED = {
     "zaya": "a convolution of a convolution of padding",
 }
 REPRESENTATIVE = (
-    HYBRID, "qwen3_next", "olmo_hybrid", "kimi_linear", "mamba2", "falcon_h1", "jamba", "lfm2", "minimax",
-    "recurrent_gemma", "mamba", "bamba",
+    HYBRID, "kimi_linear", "mamba2", "falcon_h1", "jamba", "lfm2", "minimax", "recurrent_gemma",
 )  # fmt: skip
 SWEPT = [name for name in zoo.names() if zoo.mixing(name) == "recurrent"]
 

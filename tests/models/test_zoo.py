@@ -11,7 +11,7 @@ from tests.steps import STEPS
 
 # One of each way of building attention, positions, norms, heads and experts: these run on every change.
 REPRESENTATIVE = (
-    "llama", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "llama", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gemma4_text",
     "gpt2", "gpt_neo", "gpt_neox", "gpt_oss", "opt", "bloom", "mpt", "falcon", "phi3", "cohere2", "deepseek_v3",
     "llama4_text", "diffllama", "biogpt", "bart", "modernbert-decoder", "minicpm3",
 )  # fmt: skip

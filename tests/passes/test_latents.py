@@ -66,7 +66,7 @@ CHANGED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bias", *CHANGED])
+@pytest.mark.parametrize("kind", sweep(["bias", *CHANGED], always=["bias", "curved", "shifted keys", "squared values"]))
 def test_find_latents_knows_what_is_not_linear(kind: str) -> None:
     model = Latent(bias=True) if kind == "bias" else Latent(change=CHANGED[kind])
     torch._dynamo.reset()
