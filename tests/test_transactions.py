@@ -166,15 +166,31 @@ def warnings() -> Iterator[list[str]]:
     logging.getLogger("longstraw").removeHandler(handler)
 
 
+def _tiny(group: int) -> tuple[Any, nn.Module, tuple[Any, ...]]:
+    return step, Tiny(), inputs(prompt=27, response=6, group=group)
+
+
+def _of_zoo(name: str, group: int = 3, **sizes: Any) -> tuple[Any, nn.Module, dict[str, Any]]:
+    model = zoo.build(name, **sizes)
+    return STEPS["grpo"].function, model, STEPS["grpo"].inputs(model, prompt=27, response=6, group=group)
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("recurrent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        lambda: _tiny(3),
+        lambda: _tiny(1),
+        pytest.param(lambda: _of_zoo("mamba2", layers=1), marks=pytest.mark.slow),
+        pytest.param(lambda: _of_zoo("gemma3_text"), marks=pytest.mark.slow),
+        pytest.param(lambda: _of_zoo("qwen3_5_text", layers=2, group=1), marks=pytest.mark.slow),
+    ],
+    ids=["several rows", "one row", "recurrent", "windows", "recurrent, one row"],
+)
 def test_a_step_out_of_memory_goes_on_with_half_the_span(
-    gate: Gate, watch: Watch, warnings: list[str], phase: str, recurrent: bool
+    gate: Gate, watch: Watch, warnings: list[str], phase: str, case: Callable[[], Any]
 ) -> None:
-    model: nn.Module = zoo.build("mamba2", layers=1) if recurrent else Tiny()
-    grpo = STEPS["grpo"]
-    given = grpo.inputs(model, prompt=27, response=6) if recurrent else inputs(prompt=27, response=6)
-    run: Any = grpo.function if recurrent else step
+    run, model, given = case()
 
     def call(function: Any) -> Tensor:
         return function(model, **given) if isinstance(given, dict) else function(model, *given)

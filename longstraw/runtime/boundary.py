@@ -67,10 +67,6 @@ class Boundaries:
                 known = totals[i]
                 totals[i] = wide if known is None else known + wide
 
-    def forget_gradients(self) -> None:
-        """Let go of all gradients."""
-        self._grads.clear()
-
     def take_gradients(self, token: int) -> list[Tensor | None]:
         """Return the gradients of the states before a token and let go of them; empty when there are none."""
         return self._grads.pop(token, [])

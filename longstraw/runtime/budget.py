@@ -6,6 +6,7 @@ span, and what comes from another tier. It orders plans; it is not a prediction 
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+import torch
+from torch import Tensor
 
 from longstraw import compat
 from longstraw.errors import BudgetTooSmall
 from longstraw.runtime import memory_law as law
-from longstraw.runtime.memory_law import MemoryLaw, memory_law, sampled
+from longstraw.runtime.memory_law import MemoryLaw, bytes_of, memory_law, sampled
 from longstraw.runtime.plan import Plan, Shape
 from longstraw.stages import Lowered
 
@@ -72,11 +75,12 @@ class Budget:
             inputs: of the step, whose sizes bound the spans that are rehearsed.
             shape: of their rows; a law that was found with as many sizes holds for them too.
         """
-        sizes = None if shape is None else sampled(shape)
-        if sizes not in self._laws:
+        inputs_size = round(4 * math.log2(1 + bytes_of(inputs)))  # gradients of inputs that grow with the rows
+        key = (torch.is_grad_enabled(), inputs_size, None if shape is None else sampled(shape))
+        if key not in self._laws:
             with compat.without_modes():  # a caller's mode doesn't see what isn't run
-                self._laws[sizes] = memory_law(self._program, inputs)
-        return self._laws[sizes]
+                self._laws[key] = memory_law(self._program, inputs)
+        return self._laws[key]
 
     def default(self) -> tuple[Plan, ...]:
         """Return the plans without a budget."""
@@ -96,7 +100,9 @@ class Budget:
             shape: of the step's rows.
             inputs: of the step.
         """
-        return _estimate(self.law(inputs, shape), tuple(plans), shape, trained=self._options.prompt_grad == "exact")
+        given = {"weights and inputs": bytes_of(inputs), "earlier gradients": bytes_of(_earlier_gradients(inputs))}
+        trained = self._options.prompt_grad == "exact" and torch.is_grad_enabled()
+        return _estimate(self.law(inputs, shape), tuple(plans), shape, given, trained=trained)
 
     def choose(self, budget: int, shape: Shape, inputs: Sequence[Any], *, has_host: bool) -> Estimate:
         """Return the plans that fit the budget and work least.
@@ -110,7 +116,7 @@ class Budget:
         Raises:
             BudgetTooSmall: none fits.
         """
-        key = (budget, shape, has_host)
+        key = (budget, shape, has_host, torch.is_grad_enabled(), bytes_of(_earlier_gradients(inputs)))
         if key not in self._chosen:
             found = [self.estimate(plans, shape, inputs) for plans in self._candidates(shape, has_host)]
             fitting = [estimate for estimate in found if estimate.peak <= budget]
@@ -124,20 +130,24 @@ class Budget:
         longest = max(plan.span_tokens for plan in defaults)
         spans = [longest] if options.span_tokens != "auto" else _halved(longest, _SHORTEST_SPAN)
         tiers = ["device", "host"] if has_host and options.state_tier == "device" else [options.state_tier]
+        batches = [None, 1] if options.replay_rows == "auto" else [options.replay_rows]
         for span in spans:
-            for every in self._thinnings(span, shape):
-                for tier in tiers:
-                    yield tuple(
-                        replace(plan, span_tokens=min(plan.span_tokens, span), saved_every=every, tier=tier)
-                        for plan in defaults
-                    )
+            for every, tier, rows in itertools.product(self._thinnings(span, shape), tiers, batches):
+                changed: dict[str, Any] = {"saved_every": every, "tier": tier, "replay_rows": rows}
+                yield tuple(replace(p, span_tokens=min(p.span_tokens, span), **changed) for p in defaults)
 
     def _thinnings(self, span: int, shape: Shape) -> list[int | None]:
         """Return every how many-th boundary state may be saved."""
         if self._options.boundary_every != "auto" or not any(p.boundary_bytes for p in self.default()):
             return [self.default()[0].saved_every]
-        best = max(1, round(math.sqrt(shape.prompt / span)))
+        best = max(1, round(math.sqrt(shape.shared / span)))
         return list(_halved(best, 1))
+
+
+def _earlier_gradients(inputs: Sequence[Any]) -> list[Tensor]:
+    """Return the gradients that are there before the step, to which it adds its own."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.is_leaf]
+    return [x.grad for x in leaves if x.grad is not None]
 
 
 def _halved(largest: int, least: int) -> list[int]:
@@ -147,8 +157,10 @@ def _halved(largest: int, least: int) -> list[int]:
     return found
 
 
-def _estimate(memory: MemoryLaw, plans: tuple[Plan, ...], shape: Shape, *, trained: bool) -> Estimate:
-    weights = int(memory.weights.subs(_numbers(plans[0], shape)))
+def _estimate(
+    memory: MemoryLaw, plans: tuple[Plan, ...], shape: Shape, given: Mapping[str, int], *, trained: bool
+) -> Estimate:
+    computed = int(memory.computed.subs(_numbers(plans[0], shape)))
     numbers = [_numbers(plan, shape) for plan in plans]
     kept = [
         {name: int(formula.subs(n)) for name, formula in (b.kept if p.tier == "device" else b.staged).items()}
@@ -162,7 +174,7 @@ def _estimate(memory: MemoryLaw, plans: tuple[Plan, ...], shape: Shape, *, train
     for i, branch in enumerate(memory.branches):
         others = sum(waiting) - waiting[i]
         for name, formula in branch.phases.items():
-            phase = {"weights and inputs": weights, **kept[i], "other branches": others}
+            phase = {**given, "computed inputs": computed, **kept[i], "other branches": others}
             phase[name] = int(formula.subs(numbers[i]))
             peaks.append((sum(phase.values()), phase))
     peak, parts = max(peaks, key=lambda found: found[0])
@@ -171,39 +183,42 @@ def _estimate(memory: MemoryLaw, plans: tuple[Plan, ...], shape: Shape, *, train
 
 def _numbers(plan: Plan, shape: Shape) -> dict[sympy.Symbol, Any]:
     """Return what the law's symbols are worth."""
-    rows = min(plan.batch(shape.response), shape.rows)
-    at_once = min(shape.response, plan.span_tokens)
-    batch = rows * shape.response
-    recorded = min(plan.response_tokens // batch * batch, shape.rows * shape.response)
-    cuts = plan.cut(0, shape.prompt, has_tail=True)
-    spans = len(cuts)
-    every = plan.boundary_every(spans, 1) if plan.boundary_bytes else 1
-    last = (shape.response - 1) % plan.span_tokens + 1
+    leaf = shape.response
+    rows = min(plan.batch(leaf), shape.rows) if leaf else 0
+    batch = rows * leaf
+    recorded = plan.response_tokens // batch * batch if leaf else 0
+    cuts = plan.cut(0, shape.shared if shape.whole else shape.prompt, has_tail=not shape.whole)
+    every = plan.boundary_every(len(cuts), 1) if plan.boundary_bytes else 1
+    saved = min(len(cuts), -(-len(cuts) // every) + (every if every > 1 else 0))
+    last = cuts[-1][1] - cuts[-1][0] if cuts else 0
+    silent = max(0, leaf - shape.results)
     return {
-        law.PROMPT: shape.prompt,
-        law.RESPONSE: shape.response,
+        law.PROMPT: shape.shared,
+        law.RESPONSE: leaf,
         law.ROWS: shape.rows,
         law.SPAN: max((hi - lo for lo, hi in cuts), default=0),
-        law.TAIL: min(plan.tail_tokens, shape.prompt),
-        law.RECORDED: recorded,
-        law.REPLAYED: rows * at_once,
-        law.APPENDED: rows * (shape.response - last),
-        law.SAVED: min(spans, -(-spans // every) + (every if every > 1 else 0)),
+        law.TAIL: 0 if shape.whole else min(plan.tail_tokens, shape.prompt),
+        law.SILENT: last if shape.whole else rows * min(silent, plan.span_tokens),
+        law.RECORDED: min(shape.scored, last) if shape.whole else min(recorded, shape.rows * leaf),
+        law.REPLAYED: max(rows * min(leaf - silent, plan.span_tokens), min(shape.scored, plan.span_tokens)),
+        law.APPENDED: rows * (leaf - 1 - (leaf - 1) % plan.span_tokens) if leaf else 0,
+        law.SAVED: saved,
         law.KEPT: shape.kept,
     }
 
 
 def _work(plan: Plan, shape: Shape, *, trained: bool) -> float:
     """Return what a plan makes a branch do, in passes of a token."""
-    spans = len(plan.cut(0, shape.prompt, has_tail=True))
+    spans = len(plan.cut(0, shape.shared, has_tail=True))
     every = plan.boundary_every(spans, 1) if plan.boundary_bytes else 1
+    leaf = max(1, shape.response)
     runs = 3 if trained else 1  # capture, and unwind: forward again and backward
-    batches = -(-shape.rows // plan.batch(shape.response)) * -(-shape.response // plan.span_tokens)
-    tokens = (runs + trained) * shape.prompt + _SPAN_COST * (runs * spans + 3 * batches)
-    again = shape.prompt if trained and every > 1 else 0
+    batches = -(-shape.rows // plan.batch(leaf)) * -(-leaf // plan.span_tokens)
+    tokens = (runs + trained) * shape.shared + _SPAN_COST * (runs * spans + 3 * batches)
+    again = shape.shared if trained and every > 1 else 0
     moved = 0.0
     if plan.tier != "device":
-        moved = _MOVED_KEYS / plan.span_tokens * (runs * shape.prompt + 3 * batches * plan.span_tokens)
+        moved = _MOVED_KEYS / plan.span_tokens * (runs * shape.shared + 3 * batches * plan.span_tokens)
     return tokens + again + moved
 
 

@@ -27,16 +27,17 @@ from longstraw.runtime.rehearsal import Footprint, Rehearsal
 from longstraw.stages import Lowered, Stateful
 
 PROMPT, RESPONSE, ROWS = sympy.symbols("P R G", integer=True, positive=True)
-SPAN, TAIL, RECORDED, REPLAYED, APPENDED, SAVED = sympy.symbols(
-    "span tail recorded replayed appended saved", integer=True, nonnegative=True
+SPAN, TAIL, SILENT, RECORDED, REPLAYED, APPENDED, SAVED = sympy.symbols(
+    "span tail silent recorded replayed appended saved", integer=True, nonnegative=True
 )
 KEPT = sympy.Symbol("kept", nonnegative=True)
 MEANING = {
-    PROMPT: "tokens of the prompt",
+    PROMPT: "tokens that rows share",
     RESPONSE: "tokens of a response",
     ROWS: "responses",
     SPAN: "tokens of a span",
     TAIL: "tokens of the prompt that keep their graph from capture to unwind",
+    SILENT: "tokens without results that run beside those with results",
     RECORDED: "tokens of responses that keep their graph from score to replay",
     REPLAYED: "tokens of responses that run at once",
     APPENDED: "tokens of responses whose state is kept while they run",
@@ -82,12 +83,14 @@ class MemoryLaw:
     """What one step takes; the symbols are those of `MEANING`.
 
     Attributes:
-        weights: bytes of the step's parameters and other inputs.
+        inputs: bytes of the step's parameters and other inputs.
+        computed: bytes of what is computed from them once, such as positions and parts of masks.
         branches: the laws of its branches, in the order in which they run.
         shape: of the rows that it was found with, if the prompt ends where results begin.
     """
 
-    weights: sympy.Expr
+    inputs: int
+    computed: sympy.Expr
     branches: tuple[BranchLaw, ...]
     shape: Shape
 
@@ -109,7 +112,7 @@ def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
     values.update(zip(program.light, light, strict=True))
     numbers = Numbers(located.sizes, values)
     given = {compat.memory(x) for x in fakes if isinstance(x, Tensor)}
-    computed = _bytes([x for x in light if isinstance(x, Tensor) and compat.memory(x) not in given])
+    computed = bytes_of([x for x in light if isinstance(x, Tensor) and compat.memory(x) not in given])
     per_token = sympy.Rational(computed, numbers.rows * numbers.tokens)
     rehearsals = [
         Rehearsal(branch, values, numbers, learns=located.learns, options=located.options, mode=mode)
@@ -119,20 +122,21 @@ def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
         _branch_law(branch, rehearsal, values, learns=located.learns, options=located.options)
         for branch, rehearsal in zip(program.step.branches, rehearsals, strict=True)
     ]
-    weights = _bytes([x for x in fakes if isinstance(x, Tensor)])
     start, stop = rehearsals[0].response
-    shape = Shape(start, stop - start, numbers.rows)
-    return MemoryLaw(weights + per_token * ROWS * (PROMPT + RESPONSE), tuple(laws), shape)
+    shape = Shape(prompt=start, response=stop - start, rows=numbers.rows, results=stop - start, shared=start)
+    return MemoryLaw(bytes_of(fakes), per_token * ROWS * (PROMPT + RESPONSE), tuple(laws), shape)
 
 
 def sampled(shape: Shape) -> tuple[int, int, int]:
     """Return how many sizes are rehearsed for a shape: of spans of the prompt, of those of a response, and rows."""
-    spans, responses = bisect.bisect(_SPANS, shape.prompt), bisect.bisect(_RESPONSES, shape.response)
+    spans, responses = bisect.bisect(_SPANS, shape.prompt), bisect.bisect(_RESPONSES, shape.results)
     return spans, responses, min(_ROWS, shape.rows)
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum({compat.memory(t): t.untyped_storage().nbytes() for t in tensors}.values())
+def bytes_of(values: Sequence[Any]) -> int:
+    """Return the bytes of the tensors among some values, those that share memory counted once."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return sum({compat.memory(t): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def _branch_law(
@@ -144,7 +148,7 @@ def _branch_law(
     options: Options,
 ) -> BranchLaw:
     trained = learning_inputs(branch, values, learns)
-    learning = bool(trained) and any(node in learns for node in branch.segment.results)
+    learning = torch.is_grad_enabled() and bool(trained) and any(node in learns for node in branch.segment.results)
     unwound = learning and options.prompt_grad == "exact" and branch.state_learns
     start, stop = rehearsal.response
     prompt = {n: rehearsal.span(rows=1, lo=start - n, hi=start, appends=True) for n in _sizes(_SPANS, start)}
@@ -155,18 +159,19 @@ def _branch_law(
     response[rows * length] = rehearsal.span(rows=rows, lo=start, hi=start + length, appends=False)
     kept, staged = _kept(branch, options, unwound=unwound)
     gradients = _gradient_bytes(trained, values, options)
-    held = _at(prompt, "held", TAIL) if unwound else sympy.Integer(0)
-    recorded = _at(response, "held", RECORDED)
+    held = (_at(prompt, "held", TAIL) if unwound else sympy.Integer(0)) + _at(response, "held", RECORDED)
     phases = {"capture": _at(prompt, "captured", SPAN)}
+    scoring = _at(response, "captured", REPLAYED) + _at(prompt, "captured", SILENT)
     if not learning:
-        phases["score"] = _at(response, "captured", REPLAYED)
-        return BranchLaw(kept, staged, phases, sympy.Integer(0), waits=False)
-    sending = _at(response, "peak", REPLAYED)
-    phases["score"] = held + recorded + _at(response, "captured", REPLAYED)
-    phases["replay"] = gradients + held + sympy.Max(sending, recorded + sending - _at(response, "held", REPLAYED))
+        return BranchLaw(kept, staged, {**phases, "score": scoring}, sympy.Integer(0), waits=False)
+    sending = _at(response, "peak", REPLAYED) + _at(prompt, "peak", SILENT)
+    extra = sending - _at(response, "held", REPLAYED) - _at(prompt, "held", SILENT)
+    phases["score"] = held + scoring
+    alone = _at(prompt, "held", TAIL) if unwound else sympy.Integer(0)
+    phases["replay"] = gradients + sympy.Max(alone + sending, held + extra)
     if unwound:
         phases["unwind"] = gradients + _at(prompt, "peak", SPAN)
-    return BranchLaw(kept, staged, phases, held + recorded, waits=True)
+    return BranchLaw(kept, staged, phases, held, waits=True)
 
 
 def _sizes(samples: Sequence[int], most: int) -> list[int]:

@@ -251,6 +251,7 @@ class PagePool:
         """
         held = [h for h in self._holdings.values() if h.owner is not but and (h.outstanding or not h.released)]
         if not held:
+            self._holdings = {owner: h for owner, h in self._holdings.items() if owner is but}
             return
         first = held[0]
         stop = first.table.position(first.outstanding[-1])[1] if first.outstanding else first.stop

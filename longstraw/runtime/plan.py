@@ -22,15 +22,23 @@ class Shape:
     """What of a step's rows its plan depends on.
 
     Attributes:
-        prompt: tokens that rows share, on the longest way from the root of the prefix tree to a response.
-        response: tokens of the longest response.
+        prompt: tokens before the first result that rows share.
+        response: tokens of the longest run that only one row has.
         rows: rows of the step.
-        kept: the part of the prompt's tokens whose state later tokens can see, by bytes.
+        results: tokens of a row that have results.
+        shared: tokens of the longest way from the root of the prefix tree to a leaf, that one's not counted.
+        scored: tokens with results of the longest run that rows share.
+        whole: whether rows share all their tokens.
+        kept: the part of the shared tokens whose state later tokens can see, by bytes.
     """
 
     prompt: int
     response: int
     rows: int
+    results: int
+    shared: int
+    scored: int = 0
+    whole: bool = False
     kept: float = 1.0
 
 

@@ -6,7 +6,7 @@ last token. Rows that go separate ways are batched in leaves that run together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 CommonPrefix = Callable[[int, Sequence[int]], list[int]]
@@ -73,13 +73,17 @@ def _node(
     return node
 
 
-def longest(node: Node) -> tuple[int, int]:
-    """Return the most tokens on a way from a node to a leaf: those that are shared, and those of the leaf itself."""
-    own = node.stop - node.start
-    if not node.children:
-        return (own, 0) if node.shared and len(node.rows) > 1 else (0, own)
-    below = [longest(child) for child in node.children]
-    return own + max(shared for shared, _ in below), max(leaf for _, leaf in below)
+def walk(node: Node) -> Iterator[Node]:
+    """Yield a node and all below it."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def shared_tokens(node: Node) -> int:
+    """Return the most tokens on a way from a node to a leaf in nodes that run once for all their rows."""
+    own = node.stop - node.start if node.shared else 0
+    return own + max((shared_tokens(child) for child in node.children), default=0)
 
 
 def split_at(node: Node, token: int) -> Node:

@@ -25,7 +25,7 @@ from longstraw.runtime.merge import accumulate_dtype
 from longstraw.runtime.tiers import Staging
 from longstraw.stages import Chooser
 
-TILE_BYTES = 32 << 20
+TILE_BYTES = 8 << 20
 """What a tile of scores, and the keys that a tile of queries selected, may take."""
 QUERIES = 256  # of a tile of scores
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longstraw.errors import StateMisuse
 from longstraw.options import Options
 from longstraw.runtime.boundary import Boundaries
 from longstraw.runtime.key_parts import KeyRange
@@ -123,15 +124,6 @@ class Store:
         if self._alive("shown"):
             self.pages.show(self.owner, until)
 
-    def begin_again(self) -> None:
-        """Show all that was captured; gradients are zero again."""
-        if self._alive("shown"):
-            self.restore(self.stop)
-        self.boundaries.forget_gradients()
-        for grad in self._grads or ():
-            if grad is not None:
-                grad.zero_()
-
     def track_gradients(self, dtype: torch.dtype) -> None:
         """Allocate gradients, zero, in at least `dtype`, for the slots that gradients reach."""
         self._grads = [
@@ -155,6 +147,8 @@ class Store:
             reader: the store of the node whose span reads them.
         """
         stores = self._alive(f"read by {reader.owner}")
+        if reader is self and until > self.stop:
+            raise StateMisuse(f"{self.owner} is read up to token {until}, and its room ends at {self.stop}.")
         lo, hi = max(since, self.start), min(until, self.stop)
         self.pages.check_read(reader.owner, self.owner, lo, hi)
         assert self._kept[key_slot] == self._kept[value_slot], "keys and values of an attention are kept together"

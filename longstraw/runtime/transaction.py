@@ -117,12 +117,21 @@ class BranchRun:
     @property
     def shape(self) -> Shape:
         """What a plan depends on."""
-        shared, response = prefix_tree.longest(self.tree)
+        nodes = list(prefix_tree.walk(self.tree))
         kept = self.runner.visibility.kept(tuple(self.tree.rows), self._spans(self.tree), self.tree.stop, self.stop)
         sizes = [slot.bytes_per_token for slot in self.branch.slots]
         whole = sum(sizes) * (self.tree.stop - self.tree.start)
         part = sum(size * k.total for size, k in zip(sizes, kept, strict=True)) / whole if whole else 1.0
-        return Shape(shared, max(1, response), self.numbers.rows, part)
+        return Shape(
+            prompt=min(prefix_tree.shared_tokens(self.tree), max(0, self.first_result)),
+            response=max((n.stop - n.start for n in nodes if not n.shared), default=0),
+            rows=self.numbers.rows,
+            results=self.stop - max(0, self.first_result),
+            shared=prefix_tree.shared_tokens(self.tree),
+            scored=max((n.stop - max(n.start, self.first_result) for n in nodes if n.shared), default=0),
+            whole=not self.tree.children,
+            kept=part,
+        )
 
     def _build_tree(self) -> Node:
         tree = prefix_tree.build(
@@ -177,7 +186,7 @@ class BranchRun:
                 self._score_from_old(self.cache, prompt)
             results = self._unless_full(lambda: self._capture_and_score(captured, keep=keep))
             assert self.root_store is not None, "the shared tokens' state is held until the cache has it"
-            self.cache.keep(prompt, self.root_store)
+            self.cache.keep(self._prompt() if self._halved else prompt, self.root_store)
         if not keep:
             self.root_store = None
         return results
@@ -234,15 +243,16 @@ class BranchRun:
         return self._unless_full(lambda: self._with_half(run, reason))
 
     def _with_half(self, run: Callable[[], Result], reason: str) -> Result:
-        """Run a phase with spans of half the tokens; what was captured before the phase stays, and nothing else."""
+        """Run a phase with spans of half the tokens; a captured prompt stays if it is only read."""
         tokens = self.plan.span_tokens // 2
         _LOGGER.warning("out of memory (%s): spans of %d tokens from here on", reason, tokens)
         self._shorten(tokens)
         self._recorded.clear()
         self.leaves = None
         self.take(dataclasses.replace(self.plan, span_tokens=tokens))
-        if self.root_store is not None:
-            self.root_store.begin_again()
+        if self.root_store is not None and not self._is_frozen(self.tree.stop):
+            self.root_store.release()  # of what shorter spans read, it may not have kept all
+            self.root_store = None
         return run()
 
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
@@ -403,8 +413,6 @@ class BranchRun:
                         store.boundaries.save(hi, after, keep=number % every == 0)
                 if not frozen:
                     store.track_gradients(self.options.grad_dtype)
-            elif self._halved:  # unwinding let go of some
-                self._recompute_boundary(node, here, node.stop)
             for child in sorted(node.children, key=lambda child: (id(child), child.start) not in self._recorded):
                 self._backward(child, here, result_grads, leaves)
             for lo, hi in reversed(spans):

@@ -46,13 +46,16 @@ class Measured:
         monkeypatch.setattr(backend, "run_step", counted)
         monkeypatch.setattr(step_module, "_plan", planned)
 
-    def __call__(self, model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[int, Estimate]:
-        compiled = torch.compile(STEP.function, backend="longstraw", options=options)
-        model.zero_grad()
-        loss: Tensor = compiled(model, **inputs)
-        with self.live:
-            loss.backward()
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Any], step: Callable[..., Tensor] = STEP.function, **options: Any
+    ) -> tuple[int, Estimate]:
+        compiled = torch.compile(step, backend="longstraw", options=options)
         given = [*model.parameters(), *(x for x in inputs.values() if isinstance(x, Tensor))]
+        given += [p.grad for p in model.parameters() if p.grad is not None]
+        loss = compiled(model, **inputs)
+        with self.live:
+            if loss.requires_grad:
+                loss.backward()
         assert self.estimate is not None
         return self.live.peak + sum(x.numel() * x.element_size() for x in given), self.estimate
 
@@ -89,6 +92,26 @@ def test_what_a_step_takes_is_what_was_planned(
     assert 0.6 <= taken / estimate.peak <= 1.1
 
 
+def rows_of_a_tree(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits[:, prompt - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, ids[:, prompt:, None]).mean()
+
+
+@pytest.mark.parametrize("kind", sweep(["tree", "equal rows", "one row", "no grad", "accumulated"], always=["tree"]))
+def test_what_steps_of_other_shapes_take_is_what_was_planned(measured: Measured, kind: str) -> None:
+    model = zoo.build("llama")
+    ids = torch.randint(3, 60, (1 if kind == "one row" else 4, 420))
+    ids[:, :200] = ids[:1, :200].clone()
+    ids[1::2, :400] = ids[::2, :400].clone() if len(ids) > 1 else ids[1::2, :400]
+    if kind == "equal rows":
+        ids = ids[:1].repeat(4, 1)
+    if kind == "accumulated":
+        rows_of_a_tree(model, ids, 200).backward()
+    with torch.set_grad_enabled(kind != "no grad"):
+        taken, estimate = measured(model, {"ids": ids, "prompt": 200}, rows_of_a_tree, memory_budget="64MiB")
+    assert 0.6 <= taken / estimate.peak <= 1.1
+
+
 @pytest.fixture(scope="module")
 def found() -> tuple[nn.Module, dict[str, Any], longstraw.Explanation]:
     model = zoo.build("llama")
@@ -122,6 +145,7 @@ def test_less_memory_makes_shorter_spans_and_the_same_gradients(found: Found, me
     STEP.function(model, **inputs).backward()
     expected = [p.grad for p in model.parameters()]
     whole = explanation.estimate()
+    model.zero_grad()
     _, estimate = measured(model, inputs, memory_budget=whole.peak // 2)
     assert estimate.plans[0].span_tokens < whole.plans[0].span_tokens
     for p, wanted in zip(model.parameters(), expected, strict=True):
@@ -130,9 +154,9 @@ def test_less_memory_makes_shorter_spans_and_the_same_gradients(found: Found, me
 
 def test_a_budget_that_nothing_fits_names_the_least_one(found: Found, measured: Measured) -> None:
     model, inputs, _ = found
+    model.zero_grad()
     with pytest.raises(BudgetTooSmall, match=r"fits a memory budget of 0.5 MiB. The smallest has spans") as error:
         measured(model, inputs, memory_budget="512KiB")
-    assert all(p.grad is None for p in model.parameters())
     least = int(error.value.remedy.split("memory_budget=")[1].split()[0])
     torch._dynamo.reset()
     taken, estimate = measured(model, inputs, memory_budget=least)
@@ -179,5 +203,5 @@ def test_of_two_plans_the_one_that_works_less_is_chosen(better: Callable[[], tup
     from longstraw.runtime.budget import _work
 
     one, other = better()
-    shape = Shape(prompt=4096, response=64, rows=8)
+    shape = Shape(prompt=4096, response=64, rows=8, results=64, shared=4096)
     assert _work(one, shape, trained=True) < _work(other, shape, trained=True)
