@@ -77,7 +77,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
             ("glm_moe_dsa", 300, 20, 4, "12MiB"),
             ("deepseek_v2", 300, 20, 4, "12MiB"),
         ],
-        always=[("qwen3_5_text", 300, 20, 4, "6MiB")],
+        always=[("llama", 400, 30, 6, "4MiB")],
     ),
 )
 def test_what_a_step_takes_is_what_was_planned(
