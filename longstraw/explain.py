@@ -65,6 +65,8 @@ class Explanation:
     def estimate(self, memory_budget: int | str | None = None) -> Estimate:
         """Return the plan of the first program and what it takes, for rows whose prompt ends where results begin.
 
+        A step that runs knows more: which rows share what, and which tokens sliding windows hide; it may take less.
+
         Args:
             memory_budget: as in the options, in place of what they say.
 

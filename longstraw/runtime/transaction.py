@@ -128,7 +128,7 @@ class BranchRun:
             rows=self.numbers.rows,
             results=self.stop - max(0, self.first_result),
             shared=prefix_tree.shared_tokens(self.tree),
-            scored=max((n.stop - max(n.start, self.first_result) for n in nodes if n.shared), default=0),
+            scored=max((max(0, n.stop - max(n.start, self.first_result)) for n in nodes if n.shared), default=0),
             whole=not self.tree.children,
             kept=part,
         )
