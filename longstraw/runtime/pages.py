@@ -251,13 +251,18 @@ class PagePool:
         """
         held = [h for h in self._holdings.values() if h.owner is not but and (h.outstanding or not h.released)]
         if not held:
-            self._holdings = {owner: h for owner, h in self._holdings.items() if owner is but}
             return
         first = held[0]
         stop = first.table.position(first.outstanding[-1])[1] if first.outstanding else first.stop
         why = f"{next(iter(first.readers))} still reads it" if first.released else "it was not released"
         more = "; others hold more" if len(held) > 1 else ""
         raise StateMisuse(f"The {when} leaves {first.named(first.start, stop)} of {first.owner}: {why}{more}.")
+
+    def forget_released(self) -> None:
+        """Let go of owners that have returned all their pages: for a pool that outlives many of them."""
+        self._holdings = {owner: h for owner, h in self._holdings.items() if h.outstanding or not h.released}
+        self._given = [holding for holding in self._given if holding.owner in self._holdings]
+        self._firsts = [holding.table.numbers.start for holding in self._given]
 
     # --- questions --------------------------------------------------------------------------------------------------
 

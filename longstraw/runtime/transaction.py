@@ -339,6 +339,7 @@ class BranchRun:
                 store.release()
         if not path:
             store.pages.check_released("forward", but=store.owner if keep_store else None)
+            store.pages.forget_released()
 
     def _run_span(self, node: Node, where: Where, results: Sequence[Tensor], *, keep: bool) -> States:
         """Append a span's state to its node's store and write its results; return the boundary states after it."""
@@ -386,6 +387,7 @@ class BranchRun:
                 root.release()
         if root is not None:
             root.pages.check_released("backward", but=root.owner if self.cache is not None else None)
+            root.pages.forget_released()
         return leaves
 
     def _replay_and_unwind(self, result_grads: Sequence[Tensor | None]) -> Leaves:

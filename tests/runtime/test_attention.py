@@ -488,7 +488,8 @@ def test_cuda_kernel_takes_these_arguments(causal):
         ("cuda", torch.bfloat16, 128, True, False, attention_parts.Reference),
         ("cuda", torch.float32, 128, False, False, attention_parts.Reference),
         ("cuda", torch.float16, 12, False, False, attention_parts.Reference),
-        ("meta", torch.float32, 8, False, False, attention_parts.Reference),
+        ("meta", torch.float32, 8, False, False, attention_parts.FlashCPU),  # sizes as on the CPU
+        ("mps", torch.float32, 8, False, False, attention_parts.Reference),
     ],
 )
 def test_pick_kernel(device, dtype, width, biased, rescored, expected):

@@ -392,6 +392,23 @@ def test_a_step_and_an_interrupted_step_leave_no_page(run: Callable[[], Tensor],
     assert len(pools) > 5 and not any(pool.outstanding for pool in pools)
 
 
+def test_a_pool_that_is_kept_forgets_who_returned_all_pages() -> None:
+    pool, prompt = PagePool(4), Owner("transaction", "the prompt")
+    pool.allocate(prompt, 0, 10)
+    pool.extend(prompt, 10)
+    for number in range(3):
+        replay = Owner("replay", f"response {number}")
+        pool.allocate(replay, 10, 15)
+        pool.share(replay, prompt)
+        pool.release(replay)
+        pool.forget_released()
+        with pytest.raises(StateMisuse, match="No pages were given to the replay"):
+            pool.pages_of(replay)
+    assert list(pool.pages_of(prompt)) == [0, 1, 2]
+    assert all(pool.owner_of(page) is prompt for page in range(3))
+    assert pool.outstanding == 3
+
+
 def test_a_leak_is_an_error_that_masks_no_other(
     run: Callable[[], Tensor], pools: list[PagePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
