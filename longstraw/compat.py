@@ -300,7 +300,6 @@ def true_places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return mask.nonzero(as_tuple=True)
 
 
-leaves_of = pytree.tree_leaves
 without_modes = _disable_current_modes
 """A context in which no dispatch mode sees operators."""
 DispatchMode = TorchDispatchMode

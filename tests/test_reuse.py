@@ -489,3 +489,19 @@ def test_explain_says_that_the_prompt_is_reused() -> None:
     options = {"prompt_grad": "none", "reuse_prompt_for": 2}
     first = str(longstraw.explain(step, Tiny(), *inputs(), options=options)).splitlines()[0]
     assert first.endswith("prompt_grad = none, prompt reused for 2 steps")
+
+
+def test_a_drift_whose_hook_fails_leaves_no_prompt(captures: Captures) -> None:
+    def refuse(drift: longstraw.Drift) -> None:
+        raise Broken
+
+    model, function = Tiny(), compiled(step, 1, on_drift=refuse)
+    for _ in range(2):
+        results(function, model, *inputs(5))
+    with pytest.raises(Broken):
+        results(function, model, *inputs(5))
+    gc.collect()
+    assert not captures.alive()
+    before = captures.count
+    results(function, model, *inputs(5))
+    assert captures.count == before + 1

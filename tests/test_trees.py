@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from longstraw.runtime import transaction
+from longstraw.runtime.plan import Plan
+from longstraw.runtime.prefix_tree import walk
 from longstraw.runtime.state import Store
+from tests import small
 from tests.small import VOCABULARY, Tiny
 
 Tree = tuple[int, list["Tree"]]
@@ -100,3 +103,27 @@ def test_prompts_that_share_a_system_prompt_share_its_capture(compiled: object, 
         ([2, 3], 11, 19, True),
     ]
     assert all(not leaf.children for prompt in root.children for leaf in prompt.children)
+
+
+@pytest.mark.parametrize("response", [1, 2])
+def test_rows_share_a_prompt_before_responses_of_any_length(monkeypatch: pytest.MonkeyPatch, response: int) -> None:
+    """Dynamo takes one token for a constant, so what is read of such responses has no token dim."""
+    trees: list[transaction.Node] = []
+    take = transaction.BranchRun.take
+
+    def watched(self: transaction.BranchRun, plan: Plan) -> None:
+        take(self, plan)
+        trees.append(self.tree)
+
+    monkeypatch.setattr(transaction.BranchRun, "take", watched)
+    torch._dynamo.reset()
+    model, given = Tiny(), small.inputs(prompt=20, response=response, group=3)
+    small.step(model, *given).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(small.step, backend="longstraw", options={"page_tokens": 2, "span_tokens": 5})(
+        model, *given
+    ).backward()
+    assert next((node.start, node.stop, node.shared) for node in walk(trees[-1])) == (0, 19, True)
+    for p, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, wanted, rtol=1e-10, atol=1e-13)

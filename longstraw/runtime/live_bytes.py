@@ -29,9 +29,9 @@ class LiveBytes(compat.DispatchMode):
         self._total = 0  # of `_bytes`, dead ones included
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in compat.leaves_of((args, kwargs)) if _is_dense(leaf)}
+        given = {leaf.untyped_storage()._cdata for leaf in compat.tree_leaves((args, kwargs)) if _is_dense(leaf)}
         result = func(*args, **(kwargs or {}))
-        for leaf in compat.leaves_of(result):
+        for leaf in compat.tree_leaves(result):
             if _is_dense(leaf) and leaf.untyped_storage()._cdata not in given:
                 self._add(leaf.untyped_storage())
         if self._total > self.peak * (1 + self._tolerance):

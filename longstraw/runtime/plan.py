@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longstraw.options import Options
-from longstraw.runtime.prefix_tree import Node
+from longstraw.runtime.prefix_tree import Node, shared_tokens, walk
 from longstraw.stages import Stateful
 
-LONGEST_SPAN = 2048
+_LONGEST_SPAN = 2048
 """Tokens of the longest span that is chosen where the options say "auto"."""
 _SPAN_BYTES = 512 << 20
 """What the graph of a span may take."""
@@ -41,6 +41,30 @@ class Shape:
     whole: bool = False
     kept: float = 1.0
 
+    @classmethod
+    def of(cls, tree: Node, *, rows: int, results: tuple[int, int], kept: float) -> Shape:
+        """Return what a prefix tree says.
+
+        Args:
+            tree: of all rows.
+            rows: of the step.
+            results: the first token with a result, and the one after the last.
+            kept: as the attribute.
+        """
+        first, stop = results
+        nodes = list(walk(tree))
+        shared = [node for node in nodes if node.shared]
+        return cls(
+            prompt=min(shared_tokens(tree), first),
+            response=max((node.stop - node.start for node in nodes if not node.shared), default=0),
+            rows=rows,
+            results=stop - first,
+            shared=shared_tokens(tree),
+            scored=max([0, *(node.stop - max(node.start, first) for node in shared)]),
+            whole=not tree.children,
+            kept=kept,
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -64,7 +88,7 @@ class Plan:
     def of(cls, branch: Stateful, options: Options) -> Plan:
         """Return the plan for a branch: what the options say, and what fits where they say "auto"."""
         fitting = _SPAN_BYTES // max(1, branch.graph_bytes_per_token)
-        automatic = max(64, min(LONGEST_SPAN, 1 << max(0, fitting.bit_length() - 1)))
+        automatic = max(64, min(_LONGEST_SPAN, 1 << max(0, fitting.bit_length() - 1)))
         return cls(
             automatic if options.span_tokens == "auto" else options.span_tokens,
             None if options.replay_rows == "auto" else options.replay_rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from torch import Tensor, fx
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.numbers import Numbers
 from longstraw.stages import Stateful, TokenInput
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Something that the model reads of every row.
+
+    Attributes:
+        value: `[rows, tokens, ...]`, or `[rows, numbers]` without tokens.
+        start: its first token, or the first token for which it is read.
+        by_token: whether it has tokens.
+    """
+
+    value: Tensor
+    start: int
+    by_token: bool
 
 
 class RowComparison:
@@ -42,21 +58,16 @@ class RowComparison:
     def common(self, row: int, rows: Sequence[int]) -> list[int]:
         """Return how many tokens from the beginning each row has in common with one row, in everything it reads."""
         lengths = [self._stop] * len(rows)
-        for value, dims in self._compared:
-            if len(dims) > 1:
-                token_start, per_row = dims[1], value
-                same = (
-                    (per_row[rows] == per_row[row]).flatten(2).all(-1)
-                    if per_row.ndim > 2
-                    else per_row[rows] == per_row[row]
-                )
-                for i, line in enumerate(same):
-                    different = (~line).nonzero()
-                    if len(different):
-                        lengths[i] = min(lengths[i], token_start + int(different[0]))
-            else:
-                same = (value[rows] == value[row]).flatten(1).all(-1)
-                lengths = [n if ok else 0 for n, ok in zip(lengths, same.tolist(), strict=True)]
+        for read in self._read:
+            same = read.value[rows] == read.value[row]
+            if not read.by_token:
+                equal = same.flatten(1).all(-1).tolist()
+                lengths = [n if ok else min(n, read.start) for n, ok in zip(lengths, equal, strict=True)]
+                continue
+            for i, line in enumerate(same.flatten(2).all(-1) if same.ndim > 2 else same):
+                different = (~line).nonzero()
+                if len(different):
+                    lengths[i] = min(lengths[i], read.start + int(different[0]))
         if torch.is_grad_enabled():
             # A value given for every row gets a gradient for every row, so rows can't share it.
             own = [self._numbers(t.repeated) for t in self._token_inputs if t.node in self._differentiable]
@@ -69,34 +80,31 @@ class RowComparison:
         return [t for graph in graphs for t in graph.inputs.tokens]
 
     @functools.cached_property
-    def _compared(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """Return all that differs between rows, as `[rows, tokens, ...]` with its first token, or `[rows, ...]`."""
-        found: list[tuple[Tensor, tuple[int, ...]]] = []
-        seen: set[Any] = set()
-        layouts = [(t.node, t.layout) for t in self._token_inputs]
-        sizes = self._numbers.sizes
-        for program in self._branch.masks:
-            for node in program.inputs:
-                if isinstance(node.meta.get("val"), Tensor):
-                    located = sizes.locate_shape(sizes.shape(node.meta["val"]))
-                    value = self._values[node]
-                    if located is not None:
-                        layouts.append((node, located))
-                    elif (
-                        value.shape[0] == self._numbers.rows
-                    ):  # tokens unknown: rows are equal as a whole or not at all
-                        found.append((value.reshape(self._numbers.rows, -1), (0,)))
-        for node, layout in layouts:
-            place = self._place(layout)
-            key = (node, place)
-            value = self._values[node]
-            if key in seen or place.row_dim is None or not isinstance(value, Tensor):
+    def _read(self) -> list[_Read]:
+        """Return all that may differ between rows."""
+        layouts: dict[tuple[fx.Node, Place, int], None] = {}
+        segment = self._branch.segment
+        for graph, first in ((segment.body, 0), *((h.graph, self._place(((h.window,),)).start) for h in segment.heads)):
+            layouts.update({(t.node, self._place(t.layout), first): None for t in graph.inputs.tokens})
+        found: list[_Read] = []
+        for node in (node for program in self._branch.masks for node in program.inputs):
+            if not isinstance(node.meta.get("val"), Tensor):
                 continue
-            seen.add(key)
+            located = self._numbers.sizes.locate_shape(self._numbers.sizes.shape(node.meta["val"]))
+            value = self._values[node]
+            if located is not None:
+                layouts[node, self._place(located), 0] = None
+            elif value.shape[0] == self._numbers.rows:  # tokens unknown: rows are equal as a whole or not at all
+                found.append(_Read(value.reshape(self._numbers.rows, -1), 0, by_token=False))
+        for node, place, first in layouts:
+            value = self._values[node]
+            if place.row_dim is None or not isinstance(value, Tensor):
+                continue
             parts = place.apart(value.detach(), self._numbers.rows, place.stop - place.start)
             if place.token_dim is None:
-                found.append((parts.movedim(place.row_dim, 0).reshape(self._numbers.rows, -1), (0,)))
+                rows = parts.movedim(place.row_dim, 0).reshape(self._numbers.rows, -1)
+                found.append(_Read(rows, first, by_token=False))
             else:
                 moved = parts.movedim((place.row_dim, place.token_dim), (0, 1))
-                found.append((moved, (0, place.start)))
+                found.append(_Read(moved, place.start, by_token=True))
         return found

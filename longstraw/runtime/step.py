@@ -7,6 +7,7 @@ and results.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.plan import Shape
 from longstraw.runtime.reuse import PromptCache, outputs_and_drift
 from longstraw.runtime.transaction import BranchRun
+from longstraw.runtime.versions import versions
 from longstraw.stages import Located, Lowered
 
 
@@ -47,9 +49,12 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[Pr
     ]
     if isinstance(located.options.memory_budget, int):
         _plan(budget, located.options.memory_budget, branches, inputs)
-    results = [_connected(run) for run in branches]
-    objective = functools.partial(program.step.partitioned.objective, *inputs)
-    return outputs_and_drift(objective, results, [run.stale for run in branches], located.options)
+    with contextlib.ExitStack() as stack:
+        for cache in caches or ():
+            stack.enter_context(cache.cleared_on_error())
+        results = [_connected(run) for run in branches]
+        objective = functools.partial(program.step.partitioned.objective, *inputs)
+        return outputs_and_drift(objective, results, [run.stale for run in branches], located.options)
 
 
 def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
@@ -96,7 +101,7 @@ class _Branch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: BranchRun, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        ctx.versions = run.versions()
+        ctx.versions = versions(run.branch, run.values, run.inputs)
         results = run.forward(keep=True)
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
         ctx.set_materialize_grads(False)
@@ -115,7 +120,7 @@ class _Branch(torch.autograd.Function):
                 "Backward ran a second time through a compiled step whose state was released after the first.",
                 remedy="Call the step again, or add the losses before calling backward once.",
             )
-        now = run.versions()
+        now = versions(run.branch, run.values, run.inputs)
         changed = [now[key][0] for key, before in ctx.versions.items() if now[key] != before]
         if changed:
             raise ParametersChanged(

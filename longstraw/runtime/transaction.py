@@ -10,15 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from longstraw import compat
-from longstraw.errors import BadInput, OutOfMemory, PromptNotFound
+from longstraw.errors import BadInput, PromptNotFound
 from longstraw.runtime import prefix_tree
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
@@ -30,17 +29,11 @@ from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.progress import Advance, bar, unseen
 from longstraw.runtime.reuse import Prompt, PromptCache, Stale, read_for, weights_for
 from longstraw.runtime.row_comparison import RowComparison
+from longstraw.runtime.shorter import Result, Shorter
 from longstraw.runtime.spans import Runner, SpanGraph
 from longstraw.runtime.state import Kept, Store
 from longstraw.runtime.tiers import Tier
 from longstraw.stages import Located, Runs, Stateful
-
-Result = TypeVar("Result")
-_LOGGER = logging.getLogger("longstraw")
-
-
-def _memory(value: Any) -> int | None:
-    return compat.memory(value) if isinstance(value, Tensor) else None
 
 
 class BranchRun:
@@ -69,9 +62,8 @@ class BranchRun:
         shorten: Callable[[int], None],
         cache: PromptCache | None = None,
     ) -> None:
-        self.branch, self.values, self.numbers, self.options = branch, values, numbers, step.options
-        self.sources, self._shorten = step.inputs, shorten
-        self.sizes = numbers.sizes
+        self.branch, self.values, self.numbers = branch, values, numbers
+        self.options, self.inputs = step.options, step.inputs
         place = functools.lru_cache(maxsize=None)(numbers.place)
         self.runner = Runner(
             branch,
@@ -103,7 +95,7 @@ class BranchRun:
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
         self._recordable = 0
-        self._halved = False
+        self._shorter = Shorter(shorten)
         self._advance: Advance = unseen
 
     # --- plan -------------------------------------------------------------------------------------------------------
@@ -117,21 +109,11 @@ class BranchRun:
     @property
     def shape(self) -> Shape:
         """What a plan depends on."""
-        nodes = list(prefix_tree.walk(self.tree))
         kept = self.runner.visibility.kept(tuple(self.tree.rows), self._spans(self.tree), self.tree.stop, self.stop)
         sizes = [slot.bytes_per_token for slot in self.branch.slots]
         whole = sum(sizes) * (self.tree.stop - self.tree.start)
         part = sum(size * k.total for size, k in zip(sizes, kept, strict=True)) / whole if whole else 1.0
-        return Shape(
-            prompt=min(prefix_tree.shared_tokens(self.tree), max(0, self.first_result)),
-            response=max((n.stop - n.start for n in nodes if not n.shared), default=0),
-            rows=self.numbers.rows,
-            results=self.stop - max(0, self.first_result),
-            shared=prefix_tree.shared_tokens(self.tree),
-            scored=max((max(0, n.stop - max(n.start, self.first_result)) for n in nodes if n.shared), default=0),
-            whole=not self.tree.children,
-            kept=part,
-        )
+        return Shape.of(self.tree, rows=self.numbers.rows, results=(self.first_result, self.stop), kept=part)
 
     def _build_tree(self) -> Node:
         tree = prefix_tree.build(
@@ -151,24 +133,6 @@ class BranchRun:
             tree = prefix_tree.split_at(tree, self.first_result)
         return tree
 
-    def versions(self) -> dict[str, tuple[str, tuple[int, int]]]:
-        """Return for everything that backward reads again the user's name of it, its version counter and its place."""
-        sources = {i.name: i.source for i in self.sources}
-        names = {_memory(value): sources[node.name] for node, value in self.values.items() if node.name in sources}
-        graphs = (self.branch.segment.body, *(head.graph for head in self.branch.segment.heads))
-        read = [
-            node
-            for graph in graphs
-            for node in (*graph.inputs.parameters, *graph.inputs.values, *(t.node for t in graph.inputs.tokens))
-        ]
-        read += [node for program in self.branch.masks for node in program.inputs]
-        # A computed value may be a view of an input, e.g. responses[..., None], and shares its counter then.
-        return {
-            node.name: (names.get(_memory(value), node.name), (value._version, value.data_ptr()))
-            for node, value in ((node, self.values[node]) for node in read)
-            if isinstance(value, Tensor)
-        }
-
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, *, keep: bool) -> list[Tensor]:
@@ -179,20 +143,16 @@ class BranchRun:
         """
         if self.cache is None:
             return self._unless_full(lambda: self._capture_and_score(None, keep=keep))
-        with self._cache_cleared_on_error():
-            prompt = self._prompt()
-            captured = self.cache.reuse(prompt)
-            if captured is None:
-                self._score_from_old(self.cache, prompt)
-            results = self._unless_full(lambda: self._capture_and_score(captured, keep=keep))
-            assert self.root_store is not None, "the shared tokens' state is held until the cache has it"
-            self.cache.keep(self._prompt() if self._halved else prompt, self.root_store)
+        prompt = self._prompt()
+        captured = self.cache.reuse(prompt)
+        if captured is None:
+            self._score_from_old(self.cache, prompt)
+        results = self._unless_full(lambda: self._capture_and_score(captured, keep=keep))
+        assert self.root_store is not None, "the shared tokens' state is held until the cache has it"
+        self.cache.keep(self._prompt() if self._shorter.used else prompt, self.root_store)
         if not keep:
             self.root_store = None
         return results
-
-    def _cache_cleared_on_error(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.cache is None else self.cache.cleared_on_error()
 
     def _prompt(self) -> Prompt:
         """Return what the state of the tokens that all rows share depends on, beside weights."""
@@ -224,36 +184,18 @@ class BranchRun:
         return Leaves(self.values, self.differentiable, dtype=self.options.grad_dtype, num_rows=self.numbers.rows)
 
     def _unless_full(self, run: Callable[[], Result]) -> Result:
-        """Run a phase, and once more from its beginning with spans of half the tokens if the device's memory is full.
+        return self._shorter.once_more_if_full(run, self._halve, lambda: self.plan.describe())
 
-        Raises:
-            OutOfMemory: it is full with the shorter spans, too.
-        """
-        try:
-            return run()
-        except torch.OutOfMemoryError as error:
-            if self._halved or self.plan.span_tokens == 1:
-                raise OutOfMemory(
-                    f"The device's memory is full, also with {self.plan.describe()}.",
-                    remedy="Give memory_budget, which plans a step to fit or says what it takes at least; or "
-                    "span_tokens, replay_rows=1, and another state_tier.",
-                ) from error
-            reason = str(error).splitlines()[0]
-        self._halved = True
-        return self._unless_full(lambda: self._with_half(run, reason))
-
-    def _with_half(self, run: Callable[[], Result], reason: str) -> Result:
-        """Run a phase with spans of half the tokens; a captured prompt stays if it is only read."""
-        tokens = self.plan.span_tokens // 2
-        _LOGGER.warning("out of memory (%s): spans of %d tokens from here on", reason, tokens)
-        self._shorten(tokens)
+    def _halve(self) -> int:
+        """Cut spans in half; return their tokens. A captured prompt stays if it is only read."""
+        tokens = max(1, self.plan.span_tokens // 2)
         self._recorded.clear()
         self.leaves = None
         self.take(dataclasses.replace(self.plan, span_tokens=tokens))
         if self.root_store is not None and not self._is_frozen(self.tree.stop):
             self.root_store.release()  # of what shorter spans read, it may not have kept all
             self.root_store = None
-        return run()
+        return tokens
 
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
         return bar(what, self.tree.num_tokens, shown=self.options.progress)
@@ -377,7 +319,7 @@ class BranchRun:
     def backward(self, result_grads: Sequence[Tensor | None]) -> Leaves:
         """Replay and unwind every row; return the accumulated gradients."""
         try:
-            with self._cache_cleared_on_error():
+            with contextlib.nullcontext() if self.cache is None else self.cache.cleared_on_error():
                 leaves = self._unless_full(lambda: self._replay_and_unwind(result_grads))
         finally:
             self._recorded.clear()
