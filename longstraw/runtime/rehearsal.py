@@ -17,12 +17,13 @@ from torch import Tensor, fx
 from longstraw.options import Options
 from longstraw.runtime.attention import KEY_TILE
 from longstraw.runtime.blocks import Blocks, CausalBlocks
-from longstraw.runtime.leaves import Leaves, Where, learning_inputs
+from longstraw.runtime.leaves import Leaves, Rows, Where, learning_inputs
 from longstraw.runtime.live_bytes import LiveBytes
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.spans import Runner
 from longstraw.runtime.state import Store, merged
 from longstraw.runtime.tiers import Tier
+from longstraw.runtime.visibility import Visibility
 from longstraw.stages import Runs, Stateful
 
 
@@ -43,6 +44,18 @@ class Footprint:
 
 _EARLIER = 4 * KEY_TILE
 """Tokens before a rehearsed span: more than attention and selection have on the device at once."""
+
+
+class _Causal(Visibility):
+    """Every token sees all before it, whatever the masks say."""
+
+    def __init__(self, branch: Stateful, values: Mapping[fx.Node, Any], device: torch.device) -> None:
+        super().__init__(branch, values)
+        self._all: list[Blocks] = [CausalBlocks(device=device)] * (len(branch.sites) + len(branch.choosers))
+
+    def blocks(self, rows: Rows) -> list[Blocks]:
+        """Return what each attention and each selection may see."""
+        return self._all
 
 
 class Rehearsal:
@@ -76,9 +89,8 @@ class Rehearsal:
             num_rows=numbers.rows,
             row_tokens=numbers.tokens,
             place=functools.lru_cache(maxsize=None)(numbers.place),
+            visibility=_Causal(branch, values, self._device),
         )
-        self._runner.visibility.blocks = self._blocks  # type: ignore[method-assign]
-        self._causal: Blocks = CausalBlocks(device=self._device)
         wanted = learning_inputs(branch, values, learns)
         self._leaves = Leaves(values, wanted, dtype=options.grad_dtype, num_rows=numbers.rows)
         self._seen: set[tuple[bool, bool]] = set()
@@ -94,9 +106,6 @@ class Rehearsal:
         stop = max(stop for _, stop in self._runner.windows)
         first = min(start for start, _ in self._runner.windows)
         return (first if first > 0 else max(1, stop // 2)), stop
-
-    def _blocks(self, rows: object) -> list[Blocks]:
-        return [self._causal] * (len(self._branch.sites) + len(self._branch.choosers))
 
     def span(self, *, rows: int, lo: int, hi: int, appends: bool) -> Footprint:
         """Return what a span takes.

@@ -59,6 +59,7 @@ class Runner:
         num_rows: rows of the step.
         row_tokens: tokens of a row.
         place: `layout -> Place` with this step's numbers.
+        visibility: what may be seen, if other than what the branch's masks say.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Runner:
         num_rows: int,
         row_tokens: int,
         place: Callable[[Any], Place],
+        visibility: Visibility | None = None,
     ) -> None:
         self.branch, self.runs, self.num_rows, self.place = branch, runs, num_rows, place
         self.row_tokens = row_tokens
@@ -77,7 +79,7 @@ class Runner:
         self._autocast = compat.current_autocast(next(v for v in values.values() if isinstance(v, Tensor)).device.type)
         segment = branch.segment
         self.windows = [(self.place_window(head).start, self.place_window(head).stop) for head in segment.heads]
-        self.visibility = Visibility(branch, values)
+        self.visibility = visibility or Visibility(branch, values)
 
     @property
     def segment(self) -> Segment:
