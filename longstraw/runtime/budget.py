@@ -20,7 +20,7 @@ from torch import Tensor
 from longstraw import compat
 from longstraw.errors import BudgetTooSmall
 from longstraw.runtime import memory_law as law
-from longstraw.runtime.memory_law import MemoryLaw, bytes_of, memory_law, sampled
+from longstraw.runtime.memory_law import MemoryLaw, bytes_of, evaluated, memory_law, sampled
 from longstraw.runtime.plan import Plan, Shape
 from longstraw.stages import Lowered
 
@@ -47,6 +47,9 @@ class Estimate:
     peak: int
     parts: Mapping[str, int]
     work: float
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """Return the estimate as text."""
@@ -160,14 +163,14 @@ def _halved(largest: int, least: int) -> list[int]:
 def _estimate(
     memory: MemoryLaw, plans: tuple[Plan, ...], shape: Shape, given: Mapping[str, int], *, trained: bool
 ) -> Estimate:
-    computed = int(memory.computed.subs(_numbers(plans[0], shape)))
+    computed = evaluated(memory.computed, _numbers(plans[0], shape))
     numbers = [_numbers(plan, shape) for plan in plans]
     kept = [
-        {name: int(formula.subs(n)) for name, formula in (b.kept if p.tier == "device" else b.staged).items()}
+        {name: evaluated(formula, n) for name, formula in (b.kept if p.tier == "device" else b.staged).items()}
         for b, p, n in zip(memory.branches, plans, numbers, strict=True)
     ]
     waiting = [
-        int(b.graphs.subs(n)) + sum(k.values()) if b.waits else 0
+        evaluated(b.graphs, n) + sum(k.values()) if b.waits else 0
         for b, k, n in zip(memory.branches, kept, numbers, strict=True)
     ]
     peaks: list[tuple[int, dict[str, int]]] = []
@@ -175,7 +178,7 @@ def _estimate(
         others = sum(waiting) - waiting[i]
         for name, formula in branch.phases.items():
             phase = {**given, "computed inputs": computed, **kept[i], "other branches": others}
-            phase[name] = int(formula.subs(numbers[i]))
+            phase[name] = evaluated(formula, numbers[i])
             peaks.append((sum(phase.values()), phase))
     peak, parts = max(peaks, key=lambda found: found[0])
     return Estimate(plans, peak, parts, sum(_work(plan, shape, trained=trained) for plan in plans))
@@ -224,8 +227,9 @@ def _work(plan: Plan, shape: Shape, *, trained: bool) -> float:
 
 def _too_small(budget: int, least: Estimate) -> BudgetTooSmall:
     plan, needed = least.lines()
+    kept = "" if least.parts["earlier gradients"] else " Gradients that are kept from call to call come on top."
     return BudgetTooSmall(
-        f"No plan for this step fits a memory budget of {budget / MIB:,.1f} MiB. "
-        f"The smallest has {plan}; its {needed}.",
-        remedy=f"Give memory_budget={least.peak} (bytes) or more.",
+        f"No plan for this step fits a memory budget of {budget:,} bytes. "
+        f"The smallest takes {least.peak:,}. It has {plan}; its {needed}.",
+        remedy=f"Give memory_budget={least.peak} (bytes) or more.{kept}",
     )

@@ -7,8 +7,9 @@ taken to be linear between them. Bytes are those of live tensors on the device.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,30 @@ class MemoryLaw:
     computed: sympy.Expr
     branches: tuple[BranchLaw, ...]
     shape: Shape
+
+    def __str__(self) -> str:
+        lines = [f"weights and inputs = {self.inputs}", f"computed inputs = {self.computed}"]
+        for number, branch in enumerate(self.branches):
+            lines += ["", f"branch {number}, in bytes", *(f"  {name} = {f}" for name, f in branch.kept.items())]
+            for name, formula in branch.phases.items():
+                used = ", ".join(sorted(map(str, formula.free_symbols)))
+                lines.append(f"  {name}({used}), linear between rehearsed sizes")
+        return "\n".join([*lines, "", *(f"{symbol}: {meaning}" for symbol, meaning in MEANING.items())])
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(formula: sympy.Expr) -> Callable[..., float]:
+    return sympy.lambdify(list(MEANING), formula, "math")
+
+
+def evaluated(formula: sympy.Expr, numbers: Mapping[sympy.Symbol, float]) -> int:
+    """Return what a formula is worth, in whole bytes.
+
+    Args:
+        formula: of a law.
+        numbers: what each symbol of `MEANING` is worth.
+    """
+    return int(_function(formula)(*(numbers[symbol] for symbol in MEANING)))
 
 
 def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
