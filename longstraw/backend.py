@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from longstraw import compat, invariants
-from longstraw.arch import installed_rules
+from longstraw.arch import associative, installed_rules
 from longstraw.arch.functions import opaque_functions
 from longstraw.errors import (
     SHORT_ROW,
@@ -85,6 +85,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options)
                 "torch.compile(step, fullgraph=True) and TORCH_LOGS=graph_breaks show the line.",
             )
         compat.retrace_as_usual(gm)
+        associative.resolve(gm)
         return inner(chosen)(gm, example_inputs)
     try:
         return compile_graph(gm, options=chosen)
@@ -112,6 +113,8 @@ def compile_graph(
         observe: called with the name and the record of every stage.
         start: what is called in place of `run_step`.
     """
+
+    associative.resolve(gm)
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
         try:

@@ -26,6 +26,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import PolyfilledFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.associative_scan import generic_associative_scan
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -396,6 +397,8 @@ def memory(value: torch.Tensor) -> int:
     return cast(int, value.untyped_storage()._cdata)
 
 
+flatten, unflatten, leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
+"""Of nested values: into a list and its structure, back, and only the list."""
 enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
 exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
 read_data = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
@@ -407,3 +410,14 @@ def current_autocast(device: str) -> tuple[tuple[str, bool, torch.dtype], ...]:
     if not torch.amp.is_autocast_available(device):  # as on the meta device
         return ()
     return ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),)
+
+
+def associative_scan(
+    combine: Callable[..., Sequence[torch.Tensor]],
+    values: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor],
+    *,
+    dim: int,
+) -> list[torch.Tensor]:
+    """Scan values along a dim with `combine(*left, *right, *extras)`, which takes entries of that dim apart."""
+    return list(generic_associative_scan(combine, list(values), dim=dim, additional_inputs=tuple(extras)))

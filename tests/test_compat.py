@@ -202,3 +202,13 @@ def test_inference_mode_and_data_are_known_in_a_graph() -> None:
     targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
     for known in (compat.enter_inference_mode, compat.exit_inference_mode, compat.read_data):
         assert known in targets
+
+
+def test_associative_scans_combine_along_a_dim() -> None:
+    x = torch.arange(1.0, 15.0).reshape(2, 7)
+
+    def combine(left: torch.Tensor, right: torch.Tensor, factor: torch.Tensor) -> list[torch.Tensor]:
+        return [(left + right) * factor]
+
+    (found,) = compat.associative_scan(combine, [x], [torch.ones(())], dim=1)
+    torch.testing.assert_close(found, x.cumsum(1))

@@ -18,7 +18,7 @@ ALLOWED = {
     "options": {"errors"},
     "blocks": {"errors"},
     "ops": {"errors", "options"},
-    "scans": {"errors", "options"},
+    "scans": {"errors", "options", "compat"},
     "layout": {"errors", "compat"},
     "stages": {"errors", "options", "compat", "blocks", "ops", "layout"},
     "arch": FOUNDATION,

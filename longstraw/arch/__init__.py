@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from longstraw import ops
-from longstraw.arch import aten
+from longstraw.arch import associative, aten
 from longstraw.arch.rules import LayoutRule, Rule
 from longstraw.arch.scans import Scan
 
@@ -28,4 +28,4 @@ def installed_rules() -> list[Rule | Scan]:
 def layout_rules() -> dict[Any, LayoutRule]:
     """Return every known layout rule: built in, and of installed packages."""
     table: dict[Any, LayoutRule] = {**aten.RULES, ops.attention: aten.attention, ops.select: aten.selection}
-    return {**table, **{rule.target: rule.layout for rule in installed_rules()}}
+    return {**table, **associative.RULES, **{rule.target: rule.layout for rule in installed_rules()}}

@@ -207,7 +207,10 @@ _REDUCTIONS = (
 )
 _VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as"
 _CREATION = "zeros ones full empty arange new_zeros new_ones new_full new_empty eye scalar_tensor"
-_SAME = "zeros_like ones_like full_like empty_like detach clone contiguous alias to _to_copy lift_fresh_copy type_as"
+_SAME = (
+    "zeros_like ones_like full_like empty_like detach clone contiguous alias to _to_copy lift_fresh_copy type_as real "
+    "imag conj _conj resolve_conj resolve_neg"
+)
 _TRIANGLES = "tril triu"
 
 
@@ -241,7 +244,7 @@ def _table() -> dict[Any, LayoutRule]:
         ("cumsum", accumulated),
         ("_grouped_mm", moe.grouped_mm),
         ("view_as_complex view_as_real", views.complex_view),
-        ("where masked_fill clamp polar addcmul lerp bitwise_not floor_divide", pointwise),
+        ("where masked_fill clamp complex polar addcmul lerp bitwise_not floor_divide", pointwise),
     ]
     table = {getattr(aten, name): rule for names, rule in groups for name in names.split() if hasattr(aten, name)}
     return {**table, **moe.LIBRARY_RULES, **scans.RULES}

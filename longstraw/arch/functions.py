@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longstraw.arch import associative
 from longstraw.arch.scans import Scan
 from longstraw.compat import Substitution
 from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, REFUSED, SELECTIVE_SCAN
@@ -329,6 +330,7 @@ FUNCTIONS: tuple[Opaque, ...] = (
     Opaque("mamba2_chunk_scan", chunk_scan, _chunk_sample),
     Opaque("RecurrentGemmaRglru._rnn_scan", reset_recurrence, _reset_sample),
     Opaque("MiniMaxLightningAttention.forward", lightning_attention, _lightning_sample),
+    Opaque("associative_scan", associative.traceable, None, module=r"torch\._higher_order_ops\.associative_scan"),
     # Kernels for a GPU only, which numbers on the CPU can't be compared with: known by the library that has them.
     Opaque("chunk_gated_delta_rule", delta_rule_of_library, None, module=r"fla\..*"),
     Opaque("chunk_kda", delta_rule_of_library, None, module=r"fla\..*"),

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
 from longstraw.compat import expression
 from longstraw.errors import OptionsError
-from longstraw.layout import ROWS, Dim, Layout, Rows, Tokens, has
+from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Tokens, has
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
 from longstraw.scans.opaque import NAMESPACE
 from longstraw.stages import SpanForm
@@ -73,42 +73,54 @@ class Scan:
         values: Any = node.args[0]
         inputs = [_small(reader, x) for x in values]
         try:
-            with torch.no_grad():
-                start = self.state(*inputs)
-                out, last = self.step(*inputs, before := start.clone())
-                like = self.output(*inputs)
+            found = self._contradiction(inputs, [reader.shape(x)[:2] for x in values], reader)
         except Exception as error:
-            reader.unsupported(node, f"its rule fails on small inputs ({type(error).__name__}: {error})")
-        rows = next(
-            (x.shape[0] for x, v in zip(inputs, values, strict=True) if x.shape[:1] != v.meta["val"].shape[:1]), 1
-        )
+            found = f"rule fails on small inputs ({type(error).__name__}: {error})"
+        if found is not None:
+            self._refuse(reader, node, found)
+
+    def _refuse(self, reader: Reader, node: fx.Node, contradiction: str) -> NoReturn:
+        reader.unsupported(node, f"its {contradiction}")
+
+    def _contradiction(self, inputs: list[Tensor], shapes: list[tuple[Probe, ...]], reader: Reader) -> str | None:
+        """Return what is wrong with the rule, tried on inputs of these first two sizes; None if nothing is."""
+        by_row = [shape[:1] == (reader.sizes.rows,) for shape in shapes]
+        by_token = [shape[1:2] == (reader.sizes.tokens,) for shape in shapes]
+        with torch.no_grad():
+            start = self.state(*inputs)
+            out, last = self.step(*inputs, before := start.clone())
+            like = self.output(*inputs)
+        rows = _FEW_ROWS if any(by_row) else 1
         if start.dim() == 0 or start.shape[0] != rows:
-            reader.unsupported(
-                node, f"the rule's state has no dim of rows in front: {tuple(start.shape)} for {rows} rows"
-            )
+            return f"rule's state has no dim of rows in front: {tuple(start.shape)} for {rows} rows"
         if bool(start.any()) or self.state(*(x.requires_grad_(x.is_floating_point()) for x in inputs)).requires_grad:
-            reader.unsupported(
-                node, "the rule's state before the first token isn't zero: add what is learned to the inputs"
-            )
+            return "rule's state before the first token isn't zero: add what is learned to the inputs"
         if not torch.equal(before, start):
-            reader.unsupported(node, "the rule's step changes the state that it is given: let it return a new one")
+            return "rule's step changes the state that it is given: let it return a new one"
         if last.shape != start.shape or last.dtype != start.dtype:
-            reader.unsupported(
-                node,
-                f"the rule's step returns a state {tuple(last.shape)} of {last.dtype}, and its state is "
-                f"{tuple(start.shape)} of {start.dtype}",
+            return (
+                f"rule's step returns a state {tuple(last.shape)} of {last.dtype}, and its state is "
+                f"{tuple(start.shape)} of {start.dtype}"
             )
         if out.shape != like.shape or out.dtype != like.dtype:
-            reader.unsupported(
-                node,
-                f"the rule's step returns an output {tuple(out.shape)} of {out.dtype}, and its output is "
-                f"{tuple(like.shape)} of {like.dtype}",
+            return (
+                f"rule's step returns an output {tuple(out.shape)} of {out.dtype}, and its output is "
+                f"{tuple(like.shape)} of {like.dtype}"
             )
         whole = self._called(inputs)
-        if whole is not None and not (whole.shape == out.shape and torch.allclose(whole, out, rtol=1e-3, atol=1e-4)):
-            reader.unsupported(
-                node, f"the rule's step doesn't compute what {self.function.__name__} does, tried on small inputs"
-            )
+        if whole is not None and not (whole.shape == out.shape and _close(whole, out)):
+            return f"rule's step doesn't compute what {self.function.__name__} does, tried on small inputs"
+        with torch.no_grad():
+            cuts = [[x[:, cut] if t else x for x, t in zip(inputs, by_token, strict=True)] for cut in _PARTS]
+            first, between = self.step(*cuts[0], start.clone())
+            second, end = self.step(*cuts[1], between)
+            alone = [x[1:] if r else x for x, r in zip(inputs, by_row, strict=True)]
+            row, _ = self.step(*alone, start[-1:].clone())
+        if any(by_token) and not (_close(torch.cat([first, second], 1), out) and _close(end, last)):
+            return "rule's step, run on two spans one after the other, doesn't compute what it does on both at once"
+        if any(by_row) and not _close(row, out[1:]):
+            return "rule's step mixes rows: a row run by itself gives something else"
+        return None
 
     def _called(self, inputs: list[Tensor]) -> Tensor | None:
         """Return what the function itself computes; None for a kernel that doesn't run on the CPU."""
@@ -120,7 +132,12 @@ class Scan:
 
 
 _numbers = itertools.count()
-_FEW_ROWS, _FEW_TOKENS = 2, 3
+_FEW_ROWS, _FEW_TOKENS = 2, 5
+_PARTS = (slice(0, 3), slice(3, _FEW_TOKENS))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 def _small(r: Reader, node: fx.Node) -> Tensor:

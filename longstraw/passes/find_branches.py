@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from longstraw import compat, ops
+from longstraw.arch import associative
 from longstraw.arch.rules import arguments, op_name, packet, tensors
 from longstraw.arch.scans import may_mix
 from longstraw.compat import expression
@@ -91,12 +92,18 @@ def _mixes(node: fx.Node) -> bool:
 
 def _find_sizes(graph: fx.Graph) -> Sizes:
     """Return the sizes of rows and tokens, told by a mixing op, or by the token embedding when there is none."""
-    entries = sorted(_entries(graph), key=lambda e: packet(e[0].target) is aten.embedding)
-    for node, rows, tokens in entries:
+    for node, rows, tokens in sorted(_entries(graph), key=lambda entry: _certainty(entry[0])):
         if not expression(tokens).free_symbols:
             raise StaticTokens(int(tokens), where=user_line(node.meta.get("stack_trace")))
         return Sizes(rows, tokens)
     raise AssertionError("a graph without a model was given to find_branches")
+
+
+def _certainty(node: fx.Node) -> int:
+    """Return how far down the list of what tells rows and tokens an op is: a combine function may scan any dim."""
+    if packet(node.target) is aten.embedding:
+        return 1
+    return 2 if packet(node.target) in associative.RULES else 0
 
 
 def token_dims(value: torch.Tensor, sizes: Sizes) -> int:
@@ -155,7 +162,7 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
     if node.op == "get_attr":
         return "light"
     operands = {kinds[x] for x in node.all_input_nodes} - {"size"}
-    if _mixes(node):
+    if _mixes(node) and not (may_mix(node) and operands <= {"light"}):
         return "region"  # also where all weights so far are frozen
     if "region" in operands:
         return "region"
@@ -213,7 +220,7 @@ def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None
             continue
         after = any(user in leads_on for user in node.users)
         values = _values(node)
-        wide = any(_is_wide(value, sizes) for value in values) or _mixes(node)
+        wide = any(_is_wide(value, sizes) for value in values) or (_mixes(node) and not may_mix(node))
         if after or wide:
             leads_on.add(node)
         else:

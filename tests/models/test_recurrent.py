@@ -384,6 +384,10 @@ def started(x: Tensor, rate: Tensor) -> Tensor:
     return leaky_step(x, rate, rate.expand(x.shape[0], -1))[0]
 
 
+def averaged(x: Tensor, rate: Tensor) -> Tensor:
+    return leaky(x - x.mean(0), rate)
+
+
 BAD_RULES = {
     "isn't zero": longstraw.Scan(started, leaky_step, state=lambda x, rate: rate.expand(x.shape[0], -1)),
     "no dim of rows": longstraw.Scan(started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[2])),
@@ -401,6 +405,16 @@ BAD_RULES = {
         lambda x, rate, state: (leaky_step(x, rate, state)[0], state.add_(1)),
         state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
     ),
+    "two spans one after the other": longstraw.Scan(
+        leaky,
+        lambda x, rate, state: (leaky(x, rate), leaky(x, rate)[:, -1]),
+        state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
+    ),
+    "mixes rows": longstraw.Scan(
+        averaged,
+        lambda x, rate, state: leaky_step(x - x.mean(0), rate, state),
+        state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
+    ),
     "fails on small inputs": longstraw.Scan(started, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], 99)),
 }
 
@@ -409,7 +423,8 @@ BAD_RULES = {
 def test_a_scan_that_contradicts_itself_is_refused(message: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(LongstrawError, match=message):
-        assert_same(Mixed(lambda m, x: started(x, m.learned)), *inputs(), rules=(BAD_RULES[message],))
+        rule = BAD_RULES[message]
+        assert_same(Mixed(lambda m, x: rule.function(x, m.learned)), *inputs(), rules=(rule,))
 
 
 class Holder:
