@@ -166,9 +166,11 @@ class BranchRun:
         steps = cache.reuses + 1
         captured = cache.take(prompt)
         if captured is not None:
-            self.stale = Stale(self._empty_results(), steps)
+            stale = self.stale = Stale(self._empty_results(), steps)
             with torch.no_grad():
-                self._forward(self.tree, (), self.stale.results, keep=False, captured=captured)
+                self._unless_full(
+                    lambda: self._forward(self.tree, (), stale.results, keep=False, captured=captured) or stale.results
+                )
             self.root_store = None
 
     def _capture_and_score(self, captured: Store | None, *, keep: bool) -> list[Tensor]:
