@@ -166,6 +166,22 @@ def test_a_mean_over_rows() -> None:
         run(lambda hidden: hidden - hidden.mean(0))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda hidden, weight: hidden * weight[:, :1, None],
+        lambda hidden, weight: hidden + weight[:, None],
+        lambda hidden, weight: torch.where(hidden > 0, hidden, weight[:, None]),
+        lambda hidden, weight: torch.einsum("gsw,gw->gsw", hidden, weight),
+        lambda hidden, weight: hidden @ weight.diag_embed(),
+    ],
+)
+def test_a_weight_with_an_entry_for_each_row(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weight = nn.Parameter(torch.randn(STEP.group, 16, dtype=torch.float64))
+    with raises(errors.UnsupportedOp, "in every row", THIS_FILE, "lambda", "to the step as a tensor"):
+        run(lambda hidden: function(hidden, weight))
+
+
 def shift(hidden: Tensor) -> Tensor:
     return hidden + torch.roll(hidden, 1, 1)
 

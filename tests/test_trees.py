@@ -127,3 +127,13 @@ def test_rows_share_a_prompt_before_responses_of_any_length(monkeypatch: pytest.
     assert next((node.start, node.stop, node.shared) for node in walk(trees[-1])) == (0, 19, True)
     for p, wanted in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, wanted, rtol=1e-10, atol=1e-13)
+
+
+def test_zeros_of_either_sign_are_not_equal() -> None:
+    def signed(model: nn.Module, ids: Tensor, signs: Tensor) -> Tensor:
+        logits = torch.copysign(model(ids), signs[:, None, None])
+        return torch.log_softmax(logits, -1).gather(-1, ids[..., None]).sum()
+
+    torch._dynamo.reset()
+    ids = torch.randint(VOCABULARY, (1, 9)).expand(4, -1).contiguous()
+    small.assert_same(Tiny(), ids, torch.tensor([0.0, -0.0, 0.0, -0.0]).double(), function=signed)

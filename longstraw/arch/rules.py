@@ -145,6 +145,8 @@ class Reader:
                 if located is None:
                     self.unsupported(user, f"its operand {node.name} doesn't line up with the token dim")
                 dims.append(located)
+        if not self.is_light(node) and node not in self.layouts and any(has(dim, Rows) for dim in dims):
+            self._entry_for_each_row(user, node.name)
         self.read(user, node, tuple(dims))
         return tuple(dims)
 
@@ -160,6 +162,8 @@ class Reader:
                     out[i] = dim
                 elif out[i] != dim:
                     joined = self._join(out[i], dim)
+                    if joined is None and self.sizes.of_dim(out[i]) == self.sizes.of_dim(dim) == self.sizes.rows:
+                        self._entry_for_each_row(node, "an operand")
                     if joined is None:
                         self._mismatch(node, out[i], dim)
                     out[i] = joined
@@ -171,8 +175,8 @@ class Reader:
             return None
         for one, other in ((a, b), (b, a)):
             if not any(has(one, kind) for kind in (Rows, Tokens)):
-                # A dim known only by its size takes the meaning of the other one.
-                return other
+                # A dim known only by its size takes the meaning of the other one; a constant says nothing of rows.
+                return None if self.sizes.is_static(self.sizes.rows) and has(other, Rows) else other
         plain_a = [f for f in a if not isinstance(f, tuple)]
         plain_b = [f for f in b if not isinstance(f, tuple)]
         same = len(plain_a) == len(plain_b) and all(
@@ -191,6 +195,14 @@ class Reader:
         if has(a, Tokens) and has(b, Tokens):
             self.mixes_tokens(node, "it combines one token's values with those of a token at another position")
         self.unsupported(node, "two of its operands run over different things in the same dim")
+
+    def _entry_for_each_row(self, node: fx.Node, operand: str) -> NoReturn:
+        raise UnsupportedOp(
+            f"{op_name(node)} reads another entry of {operand} in every row: weights are the same for all rows, and "
+            f"the step then has {self.sizes.rows[0]} rows and no other number.",
+            where=user_line(node.meta.get("stack_trace")),
+            remedy="Pass what differs from row to row to the step as a tensor, which may need gradients.",
+        )
 
     def keep(self, node: fx.Node, dims: Dim, what: str) -> None:
         """Refuse an op that reduces over, sorts, or otherwise mixes along a dim of tokens or rows."""

@@ -201,7 +201,7 @@ def _numbers(plan: Plan, shape: Shape) -> dict[sympy.Symbol, Any]:
         law.ROWS: shape.rows,
         law.SPAN: max((hi - lo for lo, hi in cuts), default=0),
         law.TAIL: 0 if shape.whole else min(plan.tail_tokens, shape.prompt),
-        law.SILENT: last if shape.whole else rows * min(silent, plan.span_tokens),
+        law.SILENT: last - min(shape.scored, last) if shape.whole else rows * min(silent, plan.span_tokens),
         law.RECORDED: min(shape.scored, last) if shape.whole else min(recorded, shape.rows * leaf),
         law.REPLAYED: max(rows * min(leaf - silent, plan.span_tokens), min(shape.scored, plan.span_tokens)),
         law.APPENDED: rows * (leaf - 1 - (leaf - 1) % plan.span_tokens) if leaf else 0,

@@ -49,6 +49,8 @@ _SPANS = (1, 64, 128, 256, 512, 1024, 2048)
 """Tokens of the spans of a prompt that are rehearsed: those that are chosen, and one."""
 _RESPONSES = (1, 64, 2048)
 """Tokens of the spans of one response that are rehearsed."""
+_ENDINGS = (1, 256, 2048)
+"""Tokens of the spans that are rehearsed of which only the last one has results."""
 _ROWS = 8
 """Responses side by side in the largest rehearsal of responses."""
 
@@ -180,17 +182,18 @@ def _branch_law(
     response = {
         n: rehearsal.span(rows=1, lo=start, hi=start + n, appends=False) for n in _sizes(_RESPONSES, stop - start)
     }
+    ending = {n: rehearsal.span(rows=1, lo=start - n, hi=start + 1, appends=False) for n in _sizes(_ENDINGS, start)}
     rows, length = min(_ROWS, rehearsal.rows), min(stop - start, _RESPONSES[-1])
     response[rows * length] = rehearsal.span(rows=rows, lo=start, hi=start + length, appends=False)
     kept, staged = _kept(branch, options, unwound=unwound)
     gradients = _gradient_bytes(trained, values, options)
     held = (_at(prompt, "held", TAIL) if unwound else sympy.Integer(0)) + _at(response, "held", RECORDED)
     phases = {"capture": _at(prompt, "captured", SPAN)}
-    scoring = _at(response, "captured", REPLAYED) + _at(prompt, "captured", SILENT)
+    scoring = _at(response, "captured", REPLAYED) + _at(ending, "captured", SILENT)
     if not learning:
         return BranchLaw(kept, staged, {**phases, "score": scoring}, sympy.Integer(0), waits=False)
-    sending = _at(response, "peak", REPLAYED) + _at(prompt, "peak", SILENT)
-    extra = sending - _at(response, "held", REPLAYED) - _at(prompt, "held", SILENT)
+    sending = _at(response, "peak", REPLAYED) + _at(ending, "peak", SILENT)
+    extra = sending - _at(response, "held", REPLAYED) - _at(ending, "held", SILENT)
     phases["score"] = held + scoring
     alone = _at(prompt, "held", TAIL) if unwound else sympy.Integer(0)
     phases["replay"] = gradients + sympy.Max(alone + sending, held + extra)
@@ -214,7 +217,7 @@ def _kept(branch: Stateful, options: Options, *, unwound: bool) -> tuple[Formula
     passing = sum(
         carry.numbers * torch.promote_types(carry.dtype, options.grad_dtype).itemsize for carry in branch.carries
     )
-    masks = _MASK_BYTES * len(branch.masks) * sympy.Min(SPAN, MASK_TILE) ** 2
+    masks = _MASK_BYTES * len(branch.masks) * sympy.Min(SPAN + SILENT, MASK_TILE) ** 2
     found = {"masks": masks, "state": state * tokens, "boundary states": sympy.Integer(carried) * (SAVED + 2)}
     if unwound:
         found["state gradients"] = grads * tokens

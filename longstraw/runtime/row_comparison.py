@@ -59,7 +59,8 @@ class RowComparison:
         """Return how many tokens from the beginning each row has in common with one row, in everything it reads."""
         lengths = [self._stop] * len(rows)
         for read in self._read:
-            same = read.value[rows] == read.value[row]
+            value = _bits(read.value)
+            same = value[rows] == value[row]
             if not read.by_token:
                 equal = same.flatten(1).all(-1).tolist()
                 lengths = [n if ok else min(n, read.start) for n, ok in zip(lengths, equal, strict=True)]
@@ -108,3 +109,12 @@ class RowComparison:
                 moved = parts.movedim((place.row_dim, place.token_dim), (0, 1))
                 found.append(_Read(moved, place.start, by_token=True))
         return found
+
+
+def _bits(value: Tensor) -> Tensor:
+    """Return numbers as they are stored: 0.0 and -0.0 differ, and a NaN is equal to itself."""
+    real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return real.contiguous().view(_INTEGERS[real.element_size()]) if real.is_floating_point() else real
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -167,10 +167,12 @@ class BranchRun:
         captured = cache.take(prompt)
         if captured is not None:
             stale = self.stale = Stale(self._empty_results(), steps)
+
+            def score() -> None:
+                self._forward(self.tree, (), stale.results, keep=False, captured=captured)
+
             with torch.no_grad():
-                self._unless_full(
-                    lambda: self._forward(self.tree, (), stale.results, keep=False, captured=captured) or stale.results
-                )
+                self._unless_full(score)
             self.root_store = None
 
     def _capture_and_score(self, captured: Store | None, *, keep: bool) -> list[Tensor]:

@@ -97,12 +97,21 @@ def rows_of_a_tree(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, ids[:, prompt:, None]).mean()
 
 
-@pytest.mark.parametrize("kind", sweep(["tree", "equal rows", "one row", "no grad", "accumulated"], always=["tree"]))
+@pytest.mark.parametrize(
+    "kind",
+    sweep(
+        ["tree", "equal rows", "one row", "no grad", "accumulated", "nothing shared", "one token shared"],
+        always=["tree", "nothing shared"],
+    ),
+)
 def test_what_steps_of_other_shapes_take_is_what_was_planned(measured: Measured, kind: str) -> None:
     model = zoo.build("llama")
     ids = torch.randint(3, 60, (1 if kind == "one row" else 4, 420))
     ids[:, :200] = ids[:1, :200].clone()
     ids[1::2, :400] = ids[::2, :400].clone() if len(ids) > 1 else ids[1::2, :400]
+    if kind.endswith("shared"):
+        ids = torch.randint(3, 60, (4, 420))
+        ids[:, 0] = 5 if kind == "one token shared" else torch.arange(4)
     if kind == "equal rows":
         ids = ids[:1].repeat(4, 1)
     if kind == "accumulated":
