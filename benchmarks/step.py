@@ -11,6 +11,7 @@ compiled and warmed up) is that of one run in another. README.md beside this fil
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from quickstart import MIB, PeakMemory, step
 
-RESPONSE = 64
+RESPONSE, SHORT_RESPONSE = 64, 16
 LAYERS = 6
 KV_BYTES = 2 * 2 * 32 * 4  # of one token in one layer: keys and values, 2 heads of 32, float32
 
@@ -32,7 +33,7 @@ KV_BYTES = 2 * 2 * 32 * 4  # of one token in one layer: keys and values, 2 heads
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement. `what`: eager, exact, none (longstraw's prompt_grad), forwards, or compile."""
+    """One measurement. `what`: eager, exact, none (longstraw's prompt_grad), forwards, compile, or short."""
 
     what: str
     prompt: int = 0
@@ -64,13 +65,13 @@ def build_model(layers):
     return Qwen3ForCausalLM(config)
 
 
-def make_inputs(prompt, group):
+def make_inputs(prompt, group, response=RESPONSE):
     torch.manual_seed(prompt + group)
     return (
         torch.randint(0, 8192, (1, prompt)),
-        torch.randint(0, 8192, (group, RESPONSE)),
-        torch.ones(group, RESPONSE),
-        torch.randn(group, RESPONSE) * 0.1 - 9,
+        torch.randint(0, 8192, (group, response)),
+        torch.ones(group, response),
+        torch.randn(group, response) * 0.1 - 9,
         torch.randn(group),
     )
 
@@ -130,7 +131,37 @@ def measure_compile(job):
     return {"first": first, "new_length": new_length, "recompiled": counters["stats"]["unique_graphs"] - graphs}
 
 
+def measure_short(job):
+    """Seconds of a step with many short responses over those of one eager pass over the same tokens in one row."""
+    model = build_model(job.layers)
+    run = torch.compile(step, backend="longstraw")
+    inputs = make_inputs(job.prompt, job.group, SHORT_RESPONSE)
+    tokens = torch.cat([inputs[0], inputs[1].reshape(1, -1)], 1)
+    responses = inputs[1].reshape(1, -1, 1)
+
+    def packed():
+        logits = model(input_ids=tokens, use_cache=False, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
+        logp = torch.log_softmax(logits, -1).gather(-1, responses)
+        return -(logp - logp.detach()).exp().mean()
+
+    def seconds(compute):
+        model.zero_grad(set_to_none=True)
+        start = time.perf_counter()
+        compute().backward()
+        return time.perf_counter() - start
+
+    def ours():
+        return run(model, *inputs)
+
+    seconds(ours)
+    pairs = [(seconds(ours), seconds(packed)) for _ in range(job.repeats)]
+    return {"ratio": statistics.median(a / b for a, b in pairs), "all_seconds": pairs}
+
+
 # All measurements, and what they have to show.
+
+
+OTHER_FIGURES = {"compile": measure_compile, "short": measure_short}
 
 
 def promised_jobs(repeats):
@@ -140,7 +171,8 @@ def promised_jobs(repeats):
     forwards = [Job("forwards", n, repeats=repeats) for n in (2048, 8192)]
     groups = [Job("exact", 4096, group=n, repeats=repeats) for n in (2, 16)]
     compiled = [Job("compile", layers=n) for n in (4, LAYERS, 8, 16)]
-    return eager + ours + none + forwards + groups + compiled
+    short = [Job("short", 512, group=64, repeats=15 * repeats)]
+    return eager + ours + none + forwards + groups + compiled + short
 
 
 def promises(results):
@@ -161,6 +193,7 @@ def promises(results):
     first = compiled[LAYERS]["first"]
     again, recompiled = (max(r[key] for r in compiled.values()) for key in ("new_length", "recompiled"))
     linear = compiled[16]["first"] / compiled[8]["first"]
+    short = get("short", 512, 64)["ratio"]
     return [
         ("P=2048: times as fast as eager", f"{speed:.2f}", ">= 6", speed >= 6),
         ("P=2048: eager's extra memory over longstraw's", f"{memory:.2f}", ">= 6", memory >= 6),
@@ -176,6 +209,7 @@ def promises(results):
         ("first compilation, 6 layers", f"{first:.1f} s", "< 20 s", first < 20),
         ("a new prompt length adds", f"{again:.2f} s", "< 0.1 s", again < 0.1),
         ("graphs compiled for new prompt lengths", f"{recompiled}", "0", recompiled == 0),
+        ("G=64 of 16 tokens: time over one eager pass of all tokens", f"{short:.2f}", "<= 1.15", short <= 1.15),
         # Towards 2 if compile time is linear in layers, towards 4 if it is quadratic.
         ("compile time of 16 layers over that of 8", f"{linear:.2f}", "<= 2.2", linear <= 2.2),
     ]
@@ -187,7 +221,7 @@ def promises(results):
 def run_job(job, threads):
     """Seconds and bytes of a job: by a process each, the second of which holds on to no block that was freed."""
     timed = run_process(job, threads)
-    if job.what == "compile":
+    if job.what in OTHER_FIGURES:
         return timed
     counted = run_process(replace(job, repeats=1), threads, MALLOC_MMAP_THRESHOLD_=str(256 << 10))
     return {**timed, "bytes": counted["bytes"], "bytes_with_heap": timed["bytes"]}
@@ -207,7 +241,7 @@ def print_steps(results):
     names = {"exact": "longstraw", "none": 'longstraw, prompt_grad="none"', "forwards": "four no-grad forwards"}
     rows = []
     for job, r in sorted(results.items(), key=lambda item: (item[0].prompt, item[0].group)):
-        if job.what == "compile":
+        if job.what in OTHER_FIGURES:
             continue
         eager = next(
             (results[j] for j in results if (j.what, j.prompt, j.group) == ("eager", job.prompt, job.group)), {}
@@ -256,7 +290,7 @@ def main(argv):
     if args.worker:
         torch.set_num_threads(args.threads)
         job = Job(**json.loads(args.worker))
-        print(json.dumps(measure_compile(job) if job.what == "compile" else measure(job)))
+        print(json.dumps(OTHER_FIGURES.get(job.what, measure)(job)))
         return 0
     from tabulate import tabulate
     from tqdm import tqdm

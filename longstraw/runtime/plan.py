@@ -113,7 +113,7 @@ class Plan:
     @property
     def response_tokens(self) -> int:
         """How many tokens of responses have a graph at once: beside the tail, less than a span of the prompt."""
-        return max(1, 3 * self.span_tokens // 16)
+        return max(1, self.span_tokens // 2)
 
     def batch(self, tokens: int) -> int:
         """Return how many responses of so many tokens run together."""

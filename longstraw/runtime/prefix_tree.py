@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-CommonPrefix = Callable[[int, Sequence[int]], list[int]]
+CommonPrefix = Callable[[int, Sequence[int], int], list[int]]
 
 
 @dataclass
@@ -43,7 +43,8 @@ def build(rows: Sequence[int], *, stop: int, common: CommonPrefix, least: int, b
     Args:
         rows: row numbers.
         stop: end of all rows.
-        common: `(row, rows) -> tokens that each of rows has in common with row, from the beginning`.
+        common: `(row, rows, since) -> tokens that each of rows has in common with row, from the beginning`, where
+            they are known to have `since` in common.
         least: a shared run shorter than this isn't split off (except at the beginning).
         batch: `tokens per row -> rows that run together`.
     """
@@ -53,14 +54,14 @@ def build(rows: Sequence[int], *, stop: int, common: CommonPrefix, least: int, b
 def _node(
     rows: list[int], start: int, stop: int, common: CommonPrefix, least: int, batch: Callable[[int], int]
 ) -> Node:
-    shared = min(min(common(rows[0], rows)), stop)
+    shared = min(min(common(rows[0], rows, start)), stop)
     node = Node(rows, start, shared, shared=True)
     if shared == stop:
         return node
     alone: list[int] = []
     left = rows
     while left:
-        lengths = common(left[0], left)
+        lengths = common(left[0], left, shared)
         close = [row for row, length in zip(left, lengths, strict=True) if min(length, stop) - shared >= least]
         if len(close) > 1 and len(close) < len(rows):
             node.children.append(_node(close, shared, stop, common, least, batch))

@@ -20,7 +20,7 @@ class _Read:
     """Something that the model reads of every row.
 
     Attributes:
-        value: `[rows, tokens, ...]`, or `[rows, numbers]` without tokens.
+        value: `[rows, tokens, ...]`, or `[rows, numbers]` without tokens, as bits.
         start: its first token, or the first token for which it is read.
         by_token: whether it has tokens.
     """
@@ -55,25 +55,38 @@ class RowComparison:
         self._branch, self._values, self._numbers, self._place = branch, values, numbers, place
         self._stop, self._differentiable = stop, differentiable
 
-    def common(self, row: int, rows: Sequence[int]) -> list[int]:
-        """Return how many tokens from the beginning each row has in common with one row, in everything it reads."""
-        lengths = [self._stop] * len(rows)
+    def common(self, row: int, rows: Sequence[int], since: int) -> list[int]:
+        """Return how many tokens from the beginning each row has in common with one row, in everything it reads.
+
+        Args:
+            row: one row.
+            rows: what is compared with it.
+            since: they are known to have so many in common.
+        """
+        if list(rows) == [row]:
+            return [self._stop]
+        lengths = torch.full((len(rows),), self._stop)
         for read in self._read:
-            value = _bits(read.value)
+            value = read.value[:, max(0, since - read.start) :] if read.by_token else read.value
             same = value[rows] == value[row]
-            if not read.by_token:
-                equal = same.flatten(1).all(-1).tolist()
-                lengths = [n if ok else min(n, read.start) for n, ok in zip(lengths, equal, strict=True)]
-                continue
-            for i, line in enumerate(same.flatten(2).all(-1) if same.ndim > 2 else same):
-                different = (~line).nonzero()
-                if len(different):
-                    lengths[i] = min(lengths[i], read.start + int(different[0]))
+            if read.by_token:
+                different = ~(same.flatten(2).all(-1) if same.ndim > 2 else same)
+                first = max(since, read.start) + different.byte().argmax(-1).cpu() if different.shape[1] else lengths
+                equal = ~different.any(-1)
+            else:
+                first, equal = torch.full_like(lengths, read.start), same.flatten(1).all(-1)
+            lengths = torch.where(equal.cpu(), lengths, torch.minimum(lengths, first))
         if torch.is_grad_enabled():
             # A value given for every row gets a gradient for every row, so rows can't share it.
-            own = [self._numbers(t.repeated) for t in self._token_inputs if t.node in self._differentiable]
-            lengths = [n if other == row else min([n, *own]) for n, other in zip(lengths, rows, strict=True)]
-        return lengths
+            own = min([self._stop, *(self._numbers(t.repeated) for t in self._own)])
+            lengths = torch.where(torch.tensor(rows) == row, lengths, lengths.clamp(max=own))
+        found: list[int] = lengths.tolist()
+        return found
+
+    @functools.cached_property
+    def _own(self) -> list[TokenInput]:
+        """Return what has a gradient for every row."""
+        return [t for t in self._token_inputs if t.node in self._differentiable]
 
     @functools.cached_property
     def _token_inputs(self) -> list[TokenInput]:
@@ -96,7 +109,7 @@ class RowComparison:
             if located is not None:
                 layouts[node, self._place(located), 0] = None
             elif value.shape[0] == self._numbers.rows:  # tokens unknown: rows are equal as a whole or not at all
-                found.append(_Read(value.reshape(self._numbers.rows, -1), 0, by_token=False))
+                found.append(_Read(_bits(value.reshape(self._numbers.rows, -1)), 0, by_token=False))
         for node, place, first in layouts:
             value = self._values[node]
             if place.row_dim is None or not isinstance(value, Tensor):
@@ -104,10 +117,10 @@ class RowComparison:
             parts = place.apart(value.detach(), self._numbers.rows, place.stop - place.start)
             if place.token_dim is None:
                 rows = parts.movedim(place.row_dim, 0).reshape(self._numbers.rows, -1)
-                found.append(_Read(rows, first, by_token=False))
+                found.append(_Read(_bits(rows), first, by_token=False))
             else:
                 moved = parts.movedim((place.row_dim, place.token_dim), (0, 1))
-                found.append(_Read(moved, place.start, by_token=True))
+                found.append(_Read(_bits(moved), place.start, by_token=True))
         return found
 
 

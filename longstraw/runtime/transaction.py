@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from longstraw import compat
 from longstraw.errors import BadInput, PromptNotFound
-from longstraw.runtime import prefix_tree
+from longstraw.runtime import needed, prefix_tree
 from longstraw.runtime.boundary import States
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.leaves import Leaves, Where, learning_inputs
@@ -95,6 +95,8 @@ class BranchRun:
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
         self._recordable = 0
+        self._results: list[Tensor] = []
+        self._ends: list[int] = []
         self._shorter = Shorter(shorten)
         self._advance: Advance = unseen
 
@@ -182,6 +184,7 @@ class BranchRun:
             self._recordable = self.plan.response_tokens
         with self._bar("capture and score") as self._advance:
             self._forward(self.tree, (), results, keep=keep, captured=captured)
+        self._results = [result.detach() for result in results] if keep else []
         return results
 
     def _new_leaves(self) -> Leaves:
@@ -327,6 +330,7 @@ class BranchRun:
                 leaves = self._unless_full(lambda: self._replay_and_unwind(result_grads))
         finally:
             self._recorded.clear()
+            self._results.clear()
             self.leaves = None
             root, self.root_store = self.root_store, None
             if root is not None and self.cache is None and not root.released:
@@ -338,6 +342,8 @@ class BranchRun:
 
     def _replay_and_unwind(self, result_grads: Sequence[Tensor | None]) -> Leaves:
         leaves = self.leaves or self._new_leaves()
+        places = [self.runner.result_place(i) for i in range(len(result_grads))]
+        self._ends = needed.ends(self._results, result_grads, places, self.numbers.rows, self.stop)
         with self._bar("replay and unwind") as self._advance:
             self._backward(self.tree, (), result_grads, leaves)
         return leaves
@@ -361,7 +367,7 @@ class BranchRun:
                         store.boundaries.save(hi, after, keep=number % every == 0)
                 if not frozen:
                     store.track_gradients(self.options.grad_dtype)
-            for child in sorted(node.children, key=lambda child: (id(child), child.start) not in self._recorded):
+            for child in self._needed_children(node):
                 self._backward(child, here, result_grads, leaves)
             for lo, hi in reversed(spans):
                 if self._is_frozen(hi):
@@ -373,6 +379,16 @@ class BranchRun:
                 store.release()
         if not path and not captured:
             store.pages.check_released("backward")
+
+    def _needed_children(self, node: Node) -> list[Node]:
+        """Return what has to run again below a node: first what kept its graph, then the needed tokens of others."""
+        recorded = [child for child in node.children if (id(child), child.start) in self._recorded]
+        others = [child for child in node.children if (id(child), child.start) not in self._recorded]
+        leaves = [child for child in others if not child.children]
+        batch = self.plan.batch if node.num_rows == 1 else None  # rows with states of their own stay together
+        cut = needed.shortened(leaves, self._ends, page=self.options.page_tokens, batch=batch)
+        self._advance(sum(n.num_tokens for n in leaves) - sum(n.num_tokens for n in cut))
+        return [*recorded, *cut, *(child for child in others if child.children)]
 
     def _unwind(self, node: Node, where: Where, result_grads: Sequence[Tensor | None], leaves: Leaves) -> None:
         """Send gradients through one span, the ones after it being done."""

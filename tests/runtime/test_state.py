@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -140,9 +142,10 @@ def test_first_seen_of_causal_attention_is_the_beginning() -> None:
 
 
 def tree(rows: list[list[int]], least: int = 1, batch: int = 2) -> Node:
-    def common(row: int, others: object) -> list[int]:
+    def common(row: int, others: Sequence[int], since: int) -> list[int]:
         lengths = []
         for other in others:
+            assert rows[row][:since] == rows[other][:since]
             pairs = zip(rows[row], rows[other], strict=True)
             lengths.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(rows[row])))
         return lengths
