@@ -93,10 +93,9 @@ def test_spans_and_batches_of_rows_do_not_change_the_gradient() -> None:
     model = zoo.build("qwen3")
     inputs = GRPO.inputs(model)
     expected = gradients(model, GRPO.function(model, **inputs))
-    for span_tokens in (1, 7, 1000):
-        for replay_rows in (1, 3):
-            step = compiled(GRPO.function, span_tokens=span_tokens, replay_rows=replay_rows)
-            assert largest_gap(gradients(model, step(model, **inputs)), expected) < 1e-10
+    for span_tokens, replay_rows in ((1, 1), (7, 3), (1000, 1)):
+        step = compiled(GRPO.function, span_tokens=span_tokens, replay_rows=replay_rows)
+        assert largest_gap(gradients(model, step(model, **inputs)), expected) < 1e-10
 
 
 def test_lengths_around_the_span_in_one_compilation() -> None:
