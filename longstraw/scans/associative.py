@@ -59,10 +59,10 @@ class AssociativeScan:
         values, extras = self._parted(given)
         found = self._scan(values, extras)
         carried, begun = unpack(state[:, :-1], [x[:, 0] for x in values], 1), state[:, -1] != 0
+        firsts = [y[:, 0] for y in found]  # what is there before has no meaning where nothing came before
         before = [
             torch.where(_beside(begun, first), old, first)[:, None].expand_as(y)
-            for old, y in zip(carried, found, strict=True)
-            for first in [y[:, 0]]
+            for old, first, y in zip(carried, firsts, found, strict=True)
         ]
         joined = self._over_tokens(*before, *found, *extras)
         outs = [torch.where(_beside(begun, y), j, y) for j, y in zip(joined, found, strict=True)]
