@@ -84,8 +84,6 @@ class _Tracing:
             self._stack.enter_context(_substituted(backend.opaque_functions(options)))  # type: ignore[union-attr]
             # Without it Dynamo gives up a whole frame when `backward()` stands in a loop, before any backend is asked.
             self._stack.enter_context(torch._dynamo.config.patch(trace_autograd_ops=True))
-            # With symbolic sizes, to put a result together from the cache takes longer than to compute its sizes anew.
-            self._stack.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
             self._symbolic = self._stack.enter_context(_symbolic_sizes())
             # A log line in a model's forward would break its graph.
             ignored = {function for name, function in vars(logging.Logger).items() if name in _LOGS}

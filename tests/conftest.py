@@ -11,6 +11,8 @@ import torch
 
 def pytest_configure() -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # the workers share the cores
+    # Models of two layers compile faster without: with symbolic sizes a new entry costs more than a few hits save.
+    torch._dynamo.config.fake_tensor_cache_enabled = False
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def test_sizes_and_ints_are_symbolic_at_the_first_trace_and_equal_ones_differ() 
 
 
 def test_settings_end_with_the_compilation() -> None:
-    names = ("assume_static_by_default", "trace_autograd_ops", "fake_tensor_cache_enabled")
+    names = ("assume_static_by_default", "trace_autograd_ops")
     before = [getattr(torch._dynamo.config, name) for name in names]
     graphs(lambda x: x + 1, torch.ones(3))
     assert [getattr(torch._dynamo.config, name) for name in names] == before

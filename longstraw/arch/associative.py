@@ -56,13 +56,14 @@ _MARK = _mark()
 
 
 def resolve(gm: fx.GraphModule) -> None:
-    """Make library scans of the associative scans that a Dynamo graph has, in place."""
-    marks = [node for node in gm.graph.nodes if packet(node.target) is _MARK]
-    for mark in marks:
-        _Resolved(gm, mark).run()
-    if marks:
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
+    """Make library scans of the associative scans that a Dynamo graph has, in place, also in checkpointed regions."""
+    for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+        marks = [node for node in module.graph.nodes if packet(node.target) is _MARK]
+        for mark in marks:
+            _Resolved(module, mark).run()
+        if marks:
+            module.graph.eliminate_dead_code()
+            module.recompile()
 
 
 class _Resolved:
@@ -153,6 +154,11 @@ class _Resolved:
                 feed.append(places[given])
             elif not hole.users:
                 feed.append(None)
+            elif self._is_from_a_side(given):
+                self._refuse(
+                    f"its combine function reads {given}, an attribute of a value that it is given, which Dynamo takes "
+                    "out of the function (say torch.real(x) for x.real, and x.transpose(-1, -2) for x.mT)"
+                )
             elif isinstance(given, fx.Node) and isinstance(given.meta["example_value"], Tensor):
                 feed.append(len(places) + len(extras))
                 extras.append(given)
@@ -160,6 +166,18 @@ class _Resolved:
                 self._refuse("its combine function reads a size or a number that changes from call to call")
         order = [node.args[1] for node in outputs]
         return scan_for(body, feed, order, len(self.like), packed=self._packed), extras
+
+    def _is_from_a_side(self, node: Any) -> bool:
+        """Return whether a value is computed from the first or the last entries, outside of the combine function."""
+        stack, seen = [node], set()
+        while stack:
+            at = stack.pop()
+            if at in self.sides:
+                return True
+            if isinstance(at, fx.Node) and at not in seen:
+                seen.add(at)
+                stack.extend(at.all_input_nodes)
+        return False
 
     def _refuse(self, why: str) -> NoReturn:
         raise UnsupportedOp(
@@ -184,7 +202,11 @@ class _Combining(Scan):
         return super().layout(reader, node)
 
     def _refuse(self, reader: Reader, node: fx.Node, contradiction: str) -> NoReturn:
-        reader.unsupported(node, f"its combine function isn't associative, or it mixes rows ({contradiction})")
+        reader.unsupported(
+            node,
+            "its combine function must be associative, treat rows independently and keep shapes and dtypes "
+            f"({contradiction})",
+        )
 
 
 RULES: dict[Any, LayoutRule] = {}

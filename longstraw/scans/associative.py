@@ -20,7 +20,7 @@ class AssociativeScan:
     """A scan of one or several values.
 
     Attributes:
-        combine: `(*left, *right, *extras) -> values`, each `[rows, ...]`; it takes rows apart.
+        combine: `(*left, *right, *extras) -> values`, each `[rows, ...]`; it treats rows independently.
         num_values: how many values it combines.
         packed: whether outputs are one tensor `[rows, tokens, numbers]` of all values side by side, as `pack` makes it;
             otherwise the output of the only value is itself.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 
@@ -64,7 +65,12 @@ def of_sizes_that_differ(m: Scanning, x: Tensor) -> Tensor:
     return scan(combine, {"rate": torch.sigmoid(x[..., 0]), "state": outer})["state"].flatten(2)
 
 
+def checkpointed(m: Scanning, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(recurrence, m, x, use_reentrant=False)
+
+
 EXACT: dict[str, Callable[[Scanning, Tensor], Tensor]] = {
+    "in a checkpointed region": checkpointed,
     "sum": lambda m, x: scan(lambda left, right: left + right, x),
     "product": lambda m, x: scan(lambda left, right: left * right, torch.sigmoid(x)),
     "largest": lambda m, x: scan(torch.maximum, x),
@@ -112,9 +118,13 @@ def test_many_spans_and_other_lengths_compile_once() -> None:
 WRONG: dict[str, tuple[str, Callable[[Scanning, Tensor], Tensor]]] = {
     "backwards": ("tokens", lambda m, x: scan(torch.maximum, x, reverse=True)),
     "over rows": ("rows", lambda m, x: scan(torch.maximum, x, 0)),
-    "not associative": ("isn't associative", lambda m, x: scan(lambda left, right: left - 2 * right, x)),
-    "mixes rows": ("mixes rows", lambda m, x: scan(lambda left, right: left + right.sum(0), x)),
+    "not associative": ("must be associative", lambda m, x: scan(lambda left, right: left - 2 * right, x)),
+    "mixes rows": ("treat rows independently", lambda m, x: scan(lambda left, right: left + right.sum(0), x)),
     "reads all tokens": ("differs from token to token", lambda m, x: scan(lambda left, right: left + x.mean(1), x)),
+    "reads an attribute of a side": (
+        "attribute of a value",
+        lambda m, x: scan(lambda left, right: left * right.real, x),
+    ),
     "of integers": ("neither real", lambda m, x: scan(torch.maximum, (8 * x).long()).to(x.dtype) * x),
     "reads the number of rows": ("reads a size", lambda m, x: scan(lambda left, right: left + right * len(left), x)),
 }
@@ -147,6 +157,24 @@ def test_the_loss_may_scan_too() -> None:
     rewards = torch.rand(responses.shape, dtype=torch.float64)
     parity = longstraw.verify(run, model, prompt, responses, rewards)
     assert parity.ok and parity.loss_error < 1e-12
+
+
+def test_an_attribute_of_a_side_in_the_loss_is_refused() -> None:
+    """Dynamo takes it out of the combine function, as if it were the same for every token."""
+
+    def run(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        return step(model, prompt, responses, scan(lambda left, right: left * right.real, weights))
+
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match="attribute of a value"):
+        torch.compile(run, backend="longstraw")(Tiny(), *inputs())
+
+
+def test_a_scan_in_bfloat16_is_no_contradiction() -> None:
+    torch._dynamo.reset()
+    narrow = Scanning(lambda m, x: scan(affine, (torch.sigmoid(x), x))[1]).bfloat16()
+    loss = compiled()(narrow, *inputs())
+    torch.testing.assert_close(loss, step(narrow, *inputs()), rtol=0.05, atol=0.05)
 
 
 def test_other_graphs_of_the_step_may_scan_too() -> None:
