@@ -10,13 +10,12 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.library import custom_op
+from torch import library, nn
 
 import longstraw
 
 
-@custom_op("example::gated", mutates_args=())
+@library.custom_op("example::gated", mutates_args=())
 def gated(x: torch.Tensor) -> torch.Tensor:
     """silu(left half) * right half of the last dim."""
     left, right = x.chunk(2, -1)

@@ -13,8 +13,7 @@ from operator import getitem
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
-from torch.library import custom_op
+from torch import Tensor, fx, library
 
 from longstraw import compat
 from longstraw.arch.rules import LayoutRule, Reader, packet
@@ -46,7 +45,7 @@ def _mark() -> Any:
     ) -> list[Tensor]:
         raise AssertionError("a mark is resolved before it runs")
 
-    op = custom_op(f"{NAMESPACE}::associative_scan_mark", run, mutates_args=())
+    op = library.custom_op(f"{NAMESPACE}::associative_scan_mark", run, mutates_args=())
     op.register_fake(lambda values, *_: [torch.empty_like(x) for x in values])
     op.register_autograd(lambda ctx, *grads: run([], [], [], [], 0, False))
     return getattr(torch.ops, NAMESPACE).associative_scan_mark

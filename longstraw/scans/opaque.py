@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from longstraw.errors import UnsupportedOp
 from longstraw.scans import delta_rule, linear_recurrence
@@ -53,7 +52,7 @@ def scan_op(name: str, step: Step, *, output: Callable[..., Tensor], state: Call
         grads = dict(zip(map(id, wanted), found, strict=True))
         return [grads.get(id(t)) for t in leaves], None if start is None else grads.get(id(first))
 
-    op = custom_op(
+    op = library.custom_op(
         f"{NAMESPACE}::{name}", run, mutates_args=(), schema="(Tensor[] inputs, Tensor? start) -> (Tensor, Tensor)"
     )
     op.register_fake(fake)
@@ -66,7 +65,7 @@ def _refuse(inputs: list[Tensor], why: str) -> Tensor:
 
 
 def _refused() -> Any:
-    op = custom_op(
+    op = library.custom_op(
         f"{NAMESPACE}::refused_scan", _refuse, mutates_args=(), schema="(Tensor[] inputs, str why) -> Tensor"
     )
     op.register_fake(lambda inputs, why: torch.empty_like(inputs[0]))

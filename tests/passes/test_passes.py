@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 import longstraw.ops
 from longstraw import errors
@@ -161,7 +160,7 @@ def test_find_token_dim_follows_views_into_heads() -> None:
 def test_find_token_dim_lets_a_user_add_a_rule() -> None:
     from longstraw import Rule
 
-    @custom_op("longstraw_tests::cube", mutates_args=())
+    @library.custom_op("longstraw_tests::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:
         return x**3
 
