@@ -99,7 +99,9 @@ class RowComparison:
         layouts: dict[tuple[fx.Node, Place, int], None] = {}
         segment = self._branch.segment
         for graph, first in ((segment.body, 0), *((h.graph, self._place(((h.window,),)).start) for h in segment.heads)):
-            layouts.update({(t.node, self._place(t.layout), first): None for t in graph.inputs.tokens})
+            for t in graph.inputs.tokens:
+                place = self._place(t.layout)
+                layouts[t.node, place, first if place.token_dim is None else 0] = None
         found: list[_Read] = []
         for node in (node for program in self._branch.masks for node in program.inputs):
             if not isinstance(node.meta.get("val"), Tensor):

@@ -270,6 +270,21 @@ def test_running_sum_of_hidden_values() -> None:
     assert_same(RunningSum(), *inputs())
 
 
+@pytest.mark.parametrize("smoothed", ["log-probabilities", "weights"])
+def test_a_convolution_in_the_loss(smoothed: str) -> None:
+    """What the loss mixes over tokens is no part of the model."""
+
+    def smooth(x: Tensor) -> Tensor:
+        return F.conv1d(x[:, None], x.new_tensor([[[0.25, 0.5, 0.25]]]), padding=1)[:, 0]
+
+    def loss(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        logits = model(torch.cat([prompt.expand(responses.shape[0], -1), responses], 1))[:, prompt.shape[1] - 1 : -1]
+        logp = torch.log_softmax(logits, -1).gather(-1, responses[..., None]).squeeze(-1)
+        return (logp * smooth(weights) if smoothed == "weights" else smooth(logp) * weights).sum()
+
+    assert_same(Tiny(), *inputs(), function=loss)
+
+
 def leaky(x: Tensor, rate: Tensor) -> Tensor:
     """A recurrence that no table knows."""
     return leaky_step(x, rate, x.new_zeros(x.shape[0], x.shape[2]))[0]
