@@ -268,7 +268,7 @@ def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
         return make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
 
 
-tree_leaves = pytree.tree_leaves
+tree_leaves, tree_flatten, tree_unflatten = pytree.tree_leaves, pytree.tree_flatten, pytree.tree_unflatten
 
 
 def fake_mode(value: Any) -> contextlib.AbstractContextManager[Any]:
@@ -397,8 +397,6 @@ def memory(value: torch.Tensor) -> int:
     return cast(int, value.untyped_storage()._cdata)
 
 
-flatten, unflatten, leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
-"""Of nested values: into a list and its structure, back, and only the list."""
 enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
 exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
 read_data = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]

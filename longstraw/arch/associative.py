@@ -28,15 +28,15 @@ def traceable(
     combine_fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
 ) -> Any:
     """What is traced in place of `associative_scan`; both of its modes compute the same."""
-    leaves, spec = compat.flatten(xs)
+    leaves, spec = compat.tree_flatten(xs)
 
     def combined(*sides: Tensor) -> list[Any]:
-        left, right = (compat.unflatten(list(side), spec) for side in (sides[: len(leaves)], sides[len(leaves) :]))
-        return [x.clone() for x in compat.leaves(combine_fn(left, right))]  # an output is no input by another name
+        left, right = (compat.tree_unflatten(list(side), spec) for side in (sides[: len(leaves)], sides[len(leaves) :]))
+        return [x.clone() for x in compat.tree_leaves(combine_fn(left, right))]  # an output is no input by another name
 
     first, last = [x.select(dim, 0) for x in leaves], [x.select(dim, -1) for x in leaves]
     found = torch.ops.higher_order.wrap(combined, *first, *last)
-    return compat.unflatten(_MARK(leaves, first, last, list(found), dim, reverse), spec)
+    return compat.tree_unflatten(_MARK(leaves, first, last, list(found), dim, reverse), spec)
 
 
 def _mark() -> Any:
