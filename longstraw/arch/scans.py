@@ -71,13 +71,17 @@ class Scan:
     def _check(self, reader: Reader, node: fx.Node) -> None:
         """Refuse a rule that contradicts itself, tried on small random inputs."""
         values: Any = node.args[0]
-        inputs = [_small(reader, x) for x in values]
-        try:
-            found = self._contradiction(inputs, [reader.shape(x)[:2] for x in values], reader)
-        except Exception as error:
-            found = f"rule fails on small inputs ({type(error).__name__}: {error})"
-        if found is not None:
-            self._refuse(reader, node, found)
+        shapes = [reader.shape(x)[:2] for x in values]
+        for signed in (False, True):
+            inputs = [_small(reader, x, signed=signed) for x in values]
+            if signed and self._called(inputs) is None:
+                continue  # not what the function takes: indices out of range, or a kernel for a GPU
+            try:
+                found = self._contradiction(inputs, shapes, reader)
+            except Exception as error:
+                found = f"rule fails on small inputs ({type(error).__name__}: {error})"
+            if found is not None:
+                self._refuse(reader, node, found)
 
     def _refuse(self, reader: Reader, node: fx.Node, contradiction: str) -> NoReturn:
         reader.unsupported(node, f"its {contradiction}")
@@ -110,19 +114,55 @@ class Scan:
         whole = self._called(inputs)
         if whole is not None and not (whole.shape == out.shape and _close(whole, out, out.dtype)):
             return f"rule's step doesn't compute what {self.function.__name__} does, tried on small inputs"
-        with torch.no_grad():
-            cuts = [[x[:, cut] if t else x for x, t in zip(inputs, by_token, strict=True)] for cut in _PARTS]
-            first, between = self.step(*cuts[0], start.clone())
-            second, end = self.step(*cuts[1], between)
-            alone = [x[1:] if r else x for x, r in zip(inputs, by_row, strict=True)]
-            row, _ = self.step(*alone, start[-1:].clone())
-        if any(by_token) and not (
-            _close(torch.cat([first, second], 1), out, out.dtype) and _close(end, last, out.dtype)
-        ):
-            return "rule's step, run on two spans one after the other, doesn't compute what it does on both at once"
-        if any(by_row) and not _close(row, out[1:], out.dtype):
-            return "rule's step mixes rows: a row run by itself gives something else"
+        if any(by_token):
+            found = self._apart(inputs, by_token, start)
+            if not (_close(found[0], out, out.dtype) and _close(found[1], last, out.dtype)):
+                return "rule's step, run on spans one after the other, doesn't compute what it does on all at once"
+            if whole is not None and not self._same_gradients(inputs, by_token, start):
+                return (
+                    f"rule's step, run on spans one after the other, has other gradients than {self.function.__name__}"
+                )
+        if any(by_row):
+            with torch.no_grad():
+                row, _ = self.step(
+                    *(x[1:] if r else x for x, r in zip(inputs, by_row, strict=True)), start[-1:].clone()
+                )
+            if not _close(row, out[1:], out.dtype):
+                return "rule's step mixes rows: a row run by itself gives something else"
         return None
+
+    def _apart(self, inputs: list[Tensor], by_token: list[bool], state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of spans that run one after the other, and the last state."""
+        outs = []
+        for cut in _SPANS:
+            out, state = self.step(
+                *(x[:, cut] if t else x for x, t in zip(inputs, by_token, strict=True)), state.clone()
+            )
+            outs.append(out)
+        return torch.cat(outs, 1), state
+
+    def _same_gradients(self, inputs: list[Tensor], by_token: list[bool], start: Tensor) -> bool:
+        """Return whether spans one after the other have the gradients of the function; True where it has none."""
+
+        def gradients(run: Callable[..., Tensor]) -> list[Tensor | None] | None:
+            leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
+            wanted = [x for x in leaves if x.requires_grad]
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                out = run(*leaves)
+                if not (wanted and out.requires_grad):
+                    return None
+                weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+                return list(torch.autograd.grad(out, wanted, weights, allow_unused=True))
+
+        expected = gradients(self.function)
+        if expected is None:
+            return True
+        found = gradients(lambda *xs: self._apart(list(xs), by_token, start)[0]) or [None] * len(expected)
+        zero = torch.zeros(())
+        return all(
+            _close(zero if f is None else f, zero if e is None else e, zero.dtype if e is None else e.dtype)
+            for f, e in zip(found, expected, strict=True)
+        )
 
     def _called(self, inputs: list[Tensor]) -> Tensor | None:
         """Return what the function itself computes; None for a kernel that doesn't run on the CPU."""
@@ -134,24 +174,39 @@ class Scan:
 
 
 _numbers = itertools.count()
-_FEW_ROWS, _FEW_TOKENS = 2, 5
-_PARTS = (slice(0, 3), slice(3, _FEW_TOKENS))
+_FEW_ROWS, _FEW_TOKENS = 2, 19
+_SPANS = (slice(0, 9), slice(9, 10), slice(10, _FEW_TOKENS))
 
 
 def _close(one: Tensor, other: Tensor, computed_in: torch.dtype) -> bool:
-    """Return whether two results differ by no more than the order of a few roundings makes."""
+    """Return whether two results differ by no more than the order of many roundings makes."""
     rounding = torch.finfo(computed_in).eps if computed_in.is_floating_point or computed_in.is_complex else 0.0
-    return torch.allclose(one, other, rtol=max(1e-3, 4 * rounding), atol=max(1e-4, 4 * rounding))
+    tolerance = max(1e-4, 4 * rounding)
+    one, other = torch.broadcast_tensors(one.double(), other.double()) if not one.is_complex() else (one, other)
+    finite = other[other.isfinite()].abs()
+    return torch.allclose(
+        one,
+        other,
+        rtol=tolerance,
+        atol=tolerance * max(1e-3, float(finite.max()) if len(finite) else 0.0),
+        equal_nan=True,
+    )
 
 
-def _small(r: Reader, node: fx.Node) -> Tensor:
-    """Return a random value like an operand, of few rows and tokens, on the CPU."""
+def _small(r: Reader, node: fx.Node, *, signed: bool) -> Tensor:
+    """Return a random value like an operand, of few rows and tokens, on the CPU: from 0 to 1, or of either sign.
+
+    Of integers and bools the first are zeros, and the second zeros and ones.
+    """
     value = node.meta["val"]
     few = {r.sizes.rows: _FEW_ROWS, r.sizes.tokens: _FEW_TOKENS}
     shape = [probe[0] if r.sizes.is_static(probe) else few.get(probe, 1) for probe in r.shape(node)]
     generator = torch.Generator().manual_seed(0)
     if value.is_floating_point():
-        return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.dtype)
+        draw = torch.randn if signed else torch.rand
+        return draw(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.dtype)
+    if signed and not value.is_complex():
+        return torch.randint(2, shape, generator=generator, device="cpu").to(value.dtype)
     return torch.zeros(shape, dtype=value.dtype, device="cpu")
 
 

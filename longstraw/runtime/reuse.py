@@ -132,7 +132,7 @@ class PromptCache:
     """The captured prompt of one branch of one compiled step, kept between its calls.
 
     The kept state stays allocated between steps, where `state_tier` says, until a step captures another prompt, fails,
-    or the step's function is garbage-collected. It is freed with the last reference, not released: the backward of an
+    or Dynamo is reset. It is freed with the last reference, not released: the backward of an
     earlier step may still be going to read what the cache has let go of.
 
     Args:

@@ -420,7 +420,17 @@ BAD_RULES = {
         lambda x, rate, state: (leaky_step(x, rate, state)[0], state.add_(1)),
         state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
     ),
-    "two spans one after the other": longstraw.Scan(
+    "has other gradients": longstraw.Scan(
+        leaky,
+        lambda x, rate, state: leaky_step(x, rate, state.detach()),
+        state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
+    ),
+    "doesn't compute what leaky does": longstraw.Scan(
+        leaky,
+        lambda x, rate, state: leaky_step(x.abs(), rate, state),
+        state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
+    ),
+    "spans one after the other": longstraw.Scan(
         leaky,
         lambda x, rate, state: (leaky(x, rate), leaky(x, rate)[:, -1]),
         state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
