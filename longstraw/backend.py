@@ -23,7 +23,7 @@ from longstraw.errors import (
 )
 from longstraw.options import Options
 from longstraw.passes.find_branches import find_branches, has_region
-from longstraw.passes.find_token_dim import find_token_dim
+from longstraw.passes.find_token_dim import Composite, find_token_dim
 from longstraw.passes.insert_state import insert_state
 from longstraw.passes.lower import lower
 from longstraw.passes.normalise import normalise
@@ -146,8 +146,34 @@ PASSES: tuple[Callable[[Any], Any], ...] = (
 
 
 def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = None) -> Lowered | None:
-    """Trace one Dynamo graph and run every pass over it; return None when it has no tokens to run over."""
-    step: Any = trace(gm, options=options)
+    """Trace one Dynamo graph and run every pass over it; return None when it has no tokens to run over.
+
+    Composite ops that the model applies and no rule knows are traced as what they are made of. If that is no use, the
+    refusal names the op that the user's line has.
+    """
+    written_out: frozenset[Any] = frozenset()
+    refused: dict[str, UnsupportedOp] = {}
+    while True:
+        try:
+            return _build(gm, written_out, options, observe)
+        except Composite as error:
+            if error.ops <= written_out:
+                raise
+            written_out |= error.ops
+            refused.setdefault(error.where, error.refusal)
+        except Exception as error:
+            instead = (
+                refused.get(error.where) if isinstance(error, LongstrawError) else next(iter(refused.values()), None)
+            )
+            if instead is None:
+                raise
+            raise instead from error
+
+
+def _build(
+    gm: fx.GraphModule, written_out: frozenset[Any], options: Options, observe: Observer | None
+) -> Lowered | None:
+    step: Any = trace(gm, options=options, written_out=written_out)
     _finish("trace", step, options, observe)
     for run in PASSES:
         if run is find_branches and not has_region(step):

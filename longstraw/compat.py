@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -255,8 +255,21 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
     return reason.reason.splitlines()[0], line
 
 
-def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
-    """Trace `run` over fake values to ATen before autograd and autocast: attention and grad-mode switches survive."""
+def is_composite(op: Any) -> bool:
+    """Return whether an ATen op is written in terms of others, for autograd, too."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(op, torch._ops.OpOverload) and bool(op.has_kernel_for_dispatch_key(key))
+
+
+def to_aten(run: Callable[..., Any], fakes: Sequence[Any], *, written_out: Collection[Any] = ()) -> fx.GraphModule:
+    """Trace `run` over fake values to ATen before autograd and autocast: attention and grad-mode switches survive.
+
+    Args:
+        run: a function of tensors and sizes.
+        fakes: what it is traced with.
+        written_out: composite ops of which the graph has what they are made of.
+    """
+    made_of = {op: op.decompose for op in written_out}
     mode = next((fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode")), None)
     with contextlib.ExitStack() as stack:
         if mode is not None:
@@ -265,7 +278,7 @@ def to_aten(run: Callable[..., Any], fakes: Sequence[Any]) -> fx.GraphModule:
             stack.enter_context(tracing(TracingContext(mode)))
             stack.enter_context(mode)
         stack.enter_context(fx.traceback.preserve_node_meta())
-        return make_fx(run, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
+        return make_fx(run, made_of, tracing_mode="symbolic", pre_dispatch=True)(*fakes)
 
 
 tree_leaves, tree_flatten, tree_unflatten = pytree.tree_leaves, pytree.tree_flatten, pytree.tree_unflatten
@@ -331,6 +344,12 @@ def hint(size: int | torch.SymInt) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.hint is not None else 1
     return int(size)
+
+
+def keep_equal(size: int | torch.SymInt, other: int | torch.SymInt) -> None:
+    """Guard on two sizes being equal, if they are in the traced call."""
+    if not depends_on_data(size) and not depends_on_data(other) and hint(size) == hint(other):
+        assert bool(size == other)
 
 
 def depends_on_data(size: int | torch.SymInt) -> bool:

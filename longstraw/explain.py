@@ -157,6 +157,7 @@ class Recorder:
         self.options, self.stop = options, stop
         self.programs: list[Lowered] = []
         self.records: list[dict[str, Any]] = []
+        self._stages: dict[str, Any] = {}
         self.inputs: tuple[Any, ...] = ()
         self.__name__ = "longstraw"
         compat.trace_backward_inside(self, backend.traced_as_others)
@@ -179,10 +180,11 @@ class Recorder:
 
     def _observe(self, name: str, record: Any) -> None:
         if name == STAGES[0]:
-            self.records.append({})
-        self.records[-1][name] = record
+            self._stages = {}
+        self._stages[name] = record
         if isinstance(record, Lowered):
             self.programs.append(record)
+            self.records.append(self._stages)
 
 
 # --- the summary ------------------------------------------------------------------------------------------------------

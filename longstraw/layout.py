@@ -183,7 +183,7 @@ class Sizes:
                 count *= int(expr)
         return count
 
-    def locate(self, size: Probe, *, first: bool = False) -> Dim | None:
+    def locate(self, size: Probe, *, first: bool = False, among: Tokens | None = None) -> Dim | None:
         """Return what a dim of this size runs over, judged by size alone; None when the size says nothing.
 
         Where the number of rows is a constant (the step's code loops over rows, or names their number), only a first
@@ -192,6 +192,7 @@ class Sizes:
         Args:
             size: the dim's size.
             first: whether it is the first dim of its tensor.
+            among: the tokens that a dim may run over; all of a row by default.
         """
         if size == (1, 1):
             return ()
@@ -200,7 +201,8 @@ class Sizes:
             return rows
         if self.is_static(size):
             return (size,)
-        dims: list[Dim] = [(self.full,), (*rows, self.full)]
+        tokens = among or self.full
+        dims: list[Dim] = [(tokens,), (*rows, tokens)]
         for dim in reversed(dims) if self.is_static(self.rows) else dims:
             base = self.of_dim(dim)
             if all(s % b == 0 for s, b in zip(size, base, strict=True)):
@@ -209,8 +211,8 @@ class Sizes:
                     return dim if rest == (1, 1) else (*dim, rest)
         return None
 
-    def locate_shape(self, shape: tuple[Probe, ...]) -> Layout | None:
-        """Return the layout of a value judged by its sizes alone, or None."""
+    def locate_shape(self, shape: tuple[Probe, ...], among: Tokens | None = None) -> Layout | None:
+        """Return the layout of a value judged by its sizes alone, or None; dims run over all tokens, or `among`."""
         over_tokens = any(not self.is_static(size) for size in shape)
-        dims = [self.locate(size, first=i == 0 and over_tokens) for i, size in enumerate(shape)]
+        dims = [self.locate(size, first=i == 0 and over_tokens, among=among) for i, size in enumerate(shape)]
         return None if any(dim is None for dim in dims) else tuple(dim for dim in dims if dim is not None)

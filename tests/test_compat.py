@@ -213,3 +213,31 @@ def test_associative_scans_combine_along_a_dim() -> None:
 
     (found,) = compat.associative_scan(combine, [x], [torch.ones(())], dim=1)
     torch.testing.assert_close(found, x.cumsum(1))
+
+
+def test_composite_ops_are_written_out_on_demand() -> None:
+    (gm,) = graphs(lambda x: torch.linalg.vecdot(x, x), torch.ones(3, 2))
+    fakes = compat.fake_inputs(gm)
+
+    def targets(**how: object) -> list[object]:
+        module = compat.to_aten(lambda *args: fx.Interpreter(gm).run(*args), fakes, **how)
+        return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+    op = torch.ops.aten.linalg_vecdot.default
+    assert compat.is_composite(op) and not compat.is_composite(torch.ops.aten.mul.Tensor)
+    assert op in targets() and op not in targets(written_out={op})
+
+
+def test_sizes_that_are_equal_may_be_kept_equal() -> None:
+    calls = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        x, y = (fake for fake in compat.fake_inputs(gm) if isinstance(fake, torch.Tensor))
+        compat.keep_equal(x.shape[0], y.shape[0])
+        calls.append(compat.expression(x.shape[0]) == compat.expression(y.shape[0]))
+        return gm.forward
+
+    compiled = torch.compile(lambda x, y: (x + 1, y + 1), backend=compat.trace_backward_inside(backend))
+    for one, other in ((4, 4), (6, 6), (4, 5), (3, 8), (7, 7)):
+        compiled(torch.ones(one), torch.ones(other))
+    assert calls == [True, False], "a graph for equal sizes, a graph for all"

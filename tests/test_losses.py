@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longstraw import errors
-from tests.small import Tiny, assert_same, inputs, step
+from tests.small import VOCABULARY, Tiny, assert_same, inputs, step
 from tests.sweeps import sweep
 
 
@@ -75,7 +75,80 @@ def smoothed_where_not_ignored(model, prompt, responses, weights):
     return (losses * weights).sum() + F.cross_entropy(logits.mT, labels, label_smoothing=0.3, reduction="sum")
 
 
+def response_logits(model, prompt, responses):
+    return model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+
+
+def chosen_by_one_hot(model, prompt, responses, weights):
+    logp = torch.log_softmax(response_logits(model, prompt, responses), -1)
+    return ((logp * F.one_hot(responses, VOCABULARY)).sum(-1) * weights).sum()
+
+
+def chosen_by_indices(model, prompt, responses, weights):
+    logp = torch.log_softmax(response_logits(model, prompt, responses), -1)
+    row, token = torch.arange(len(responses))[:, None], torch.arange(responses.shape[1])
+    return (logp[row, token, responses] * weights).sum() + logp[row, token, responses - VOCABULARY].exp().sum()
+
+
+def chosen_by_indices_of_flat_logits(model, prompt, responses, weights):
+    logp = torch.log_softmax(response_logits(model, prompt, responses), -1).flatten(0, 1)
+    return (logp[torch.arange(responses.numel()), responses.flatten()] * weights.flatten()).sum()
+
+
+def chosen_rows_of_the_head(model, prompt, responses, weights):
+    hidden = model.hidden(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+    own = (hidden * model.head.weight[responses]).sum(-1) + model.head.bias[responses]
+    return ((own - model.head(hidden).logsumexp(-1)) * weights).sum()
+
+
+def by_a_distribution(model, prompt, responses, weights):
+    policy = torch.distributions.Categorical(logits=response_logits(model, prompt, responses))
+    return (policy.log_prob(responses) * weights).sum() - 0.1 * policy.entropy().mean()
+
+
+def divergence_of_all_classes(model, prompt, responses, weights):
+    logp = torch.log_softmax(response_logits(model, prompt, responses), -1)
+    uniform = torch.full_like(logp, 1 / VOCABULARY).log()
+    return (F.kl_div(logp, uniform, log_target=True, reduction="none").sum(-1) * weights).sum()
+
+
+def classes_with_weights(model, prompt, responses, weights):
+    logits, of_class = response_logits(model, prompt, responses), torch.linspace(0.5, 2, VOCABULARY).to(weights)
+    labels = responses.masked_fill(weights < 0, -100)
+    losses = F.cross_entropy(logits.mT, labels, of_class, reduction="none")
+    return (losses * weights).sum() + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), of_class)
+
+
+def classes_with_weights_and_smoothing(model, prompt, responses, weights):
+    logits, of_class = response_logits(model, prompt, responses), torch.linspace(0.5, 2, VOCABULARY).to(weights)
+    labels = responses.masked_fill(weights < 0, -100)
+    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), of_class, label_smoothing=0.2)
+    return mean + F.cross_entropy(logits.mT, labels, of_class, reduction="sum", label_smoothing=0.3)
+
+
+def classes_with_weights_and_soft_targets(model, prompt, responses, weights):
+    logits, of_class = response_logits(model, prompt, responses), torch.linspace(0.5, 2, VOCABULARY).to(weights)
+    soft = F.one_hot(responses, VOCABULARY).to(logits) * 0.7 + 0.1
+    losses = F.cross_entropy(logits.flatten(0, 1), soft.flatten(0, 1), of_class, reduction="none", label_smoothing=0.1)
+    return (losses * weights.flatten()).sum()
+
+
+def squares_by_einsum(model, prompt, responses, weights):
+    logits = response_logits(model, prompt, responses)
+    return (torch.einsum("...v,...v", logits, logits) * weights).sum() + torch.einsum("grv->gr", logits).mean()
+
+
 LOSSES = [
+    chosen_by_one_hot,
+    chosen_by_indices,
+    chosen_by_indices_of_flat_logits,
+    chosen_rows_of_the_head,
+    by_a_distribution,
+    divergence_of_all_classes,
+    classes_with_weights,
+    classes_with_weights_and_smoothing,
+    classes_with_weights_and_soft_targets,
+    squares_by_einsum,
     cut_last,
     cut_last_and_weighted,
     cut_twice,
@@ -223,6 +296,22 @@ class ComplexGate(Tiny):
 def test_complex_values_learn_or_do_not_as_in_eager(how: str) -> None:
     torch._dynamo.reset()
     assert_same(ComplexGate(how), *inputs())
+
+
+def test_labels_may_be_an_input_of_their_own() -> None:
+    """Nothing but a gather says that the tokens of the logits' window are as many as the labels."""
+
+    def own_labels(model, ids, labels, weights):
+        return (chosen(model(ids)[:, len_prompt - 1 : -1], labels) * weights).sum()
+
+    def last_labels(model, ids, labels, weights):
+        return (chosen(model(ids)[:, :-1][:, -labels.shape[1] :], labels) * weights).sum()
+
+    for loss in (own_labels, last_labels):
+        torch._dynamo.reset()
+        for len_prompt, response in ((9, 4), (9, 6), (13, 6)):
+            prompt, responses, weights = inputs(prompt=len_prompt, response=response)
+            assert_same(Tiny(), rows(prompt, responses), responses, weights, function=loss)
 
 
 def test_the_ignored_class_may_be_an_argument() -> None:

@@ -127,19 +127,39 @@ def matmul(r: Reader, node: fx.Node) -> Layout:
 def einsum(r: Reader, node: fx.Node) -> Layout:
     """Letters that don't reach the result are summed over."""
     a = arguments(node)
-    equation = a["equation"].replace(" ", "")
-    left, right = equation.split("->") if "->" in equation else (equation, None)
-    if right is None or "." in equation:
-        r.unsupported(node, "only einsum equations with `->` and without `...` are understood")
+    operands = [r.operand(node, x) for x in a["tensors"]]
+    terms, result = einsum_letters(a["equation"], [len(layout) for layout in operands])
     letters: dict[str, Dim] = {}
-    for term, operand in zip(left.split(","), a["tensors"], strict=True):
-        for letter, dim in zip(term, r.operand(node, operand), strict=True):
+    for term, layout in zip(terms, operands, strict=True):
+        for letter, dim in zip(term, layout, strict=True):
             known = letters.get(letter, ())
             letters[letter] = r.merge(node, [(known,), (dim,)])[0]
     for letter, dim in letters.items():
-        if letter not in right:
+        if letter not in result:
             r.keep(node, dim, f"it sums over `{letter}`")
-    return tuple(letters[letter] for letter in right)
+    return tuple(letters[letter] for letter in result)
+
+
+def einsum_letters(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """Return an einsum's letters of every operand's dims and of the result's; `...` becomes numbered names.
+
+    Without `->` the result has the dims of `...`, and then the letters that stand once, in alphabetical order.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    spared = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
+    spelled = [_spelled(term, count) for term, count in zip(terms, spared, strict=True)]
+    most = max((count for term, count in zip(terms, spared, strict=True) if "..." in term), default=0)
+    if not arrow:
+        once = [letter for letter in sorted(set(left) - set(".,")) if left.count(letter) == 1]
+        return spelled, [*_spelled("...", most), *once]
+    return spelled, _spelled(right, most)
+
+
+def _spelled(term: str, spared: int) -> list[str]:
+    """Return a term's letters; the `spared` dims of `...` are numbered from the last one."""
+    before, dots, after = term.partition("...")
+    return [*before, *(str(i) for i in reversed(range(spared if dots else 0))), *after]
 
 
 def padded(r: Reader, node: fx.Node) -> Layout:

@@ -16,7 +16,7 @@ from torch import fx
 
 from longstraw import compat
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
-from longstraw.layout import Dim, Layout, Probe, Rows, Sizes, Tokens, has
+from longstraw.layout import Dim, Layout, Probe, Rows, Sizes, Tokens, has, window
 from longstraw.stages import SpanForm
 
 LayoutRule = Callable[["Reader", fx.Node], Any]
@@ -115,7 +115,7 @@ class Reader:
         shape = self.shape(node)
         if not self.is_light(node):  # parameters and what depends only on them
             return tuple(() if size == (1, 1) else (size,) for size in shape)
-        located = self.sizes.locate_shape(shape)
+        located = self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
         if located is None:
             self.unsupported(
                 user,
@@ -124,6 +124,20 @@ class Reader:
             )
         self.read(user, node, located)
         return located
+
+    def _in_the_window_of(self, shape: tuple[Probe, ...]) -> Layout | None:
+        """Return the layout of a light value with an entry for each token of a window, if one window has that size.
+
+        A light value stands at no tokens by itself: whatever hidden values it meets are checked to be of that window.
+        """
+        found = {
+            (self.sizes.probe(w.start), self.sizes.probe(w.stop)): w
+            for layout in self.layouts.values()
+            for w in [window(layout)]
+            if w is not None
+        }
+        fits = [layout for w in found.values() if (layout := self.sizes.locate_shape(shape, among=w)) is not None]
+        return fits[0] if len(fits) == 1 else None
 
     def read(self, user: fx.Node, node: fx.Node, layout: Layout) -> None:
         """Record that `user` reads the light value `node` in this layout."""

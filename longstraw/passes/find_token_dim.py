@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw import arch, ops
+from longstraw import arch, compat, ops
 from longstraw.arch import aten as aten_rules
 from longstraw.arch import selection, views
 from longstraw.arch.rules import LayoutRule, Reader, op_name, packet
-from longstraw.errors import DropoutActive, LongstrawError, user_line
+from longstraw.errors import DropoutActive, LongstrawError, UnsupportedOp, user_line
 from longstraw.stages import Branched, Located
+
+NO_RULE = "no rule says what it does along the token dim"
 
 
 def find_token_dim(step: Branched) -> Located:
@@ -29,6 +31,7 @@ def find_token_dim(step: Branched) -> Located:
     kinds = step.kinds
     layouts: dict[fx.Node, Any] = {}
     reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "given", "size"))
+    _ask_to_write_out(reader, step, table)
     for node in step.module.graph.nodes:
         kind = kinds.get(node)
         if kind == "region":
@@ -57,6 +60,47 @@ def find_token_dim(step: Branched) -> Located:
     )
 
 
+class Composite(UnsupportedOp):
+    """Ops of the model that no rule knows, but which are made of others: the step can be traced with those.
+
+    Attributes:
+        refusal: what to raise if that is no use.
+        ops: the overloads.
+    """
+
+    def __init__(self, refusal: UnsupportedOp, ops: frozenset[Any]) -> None:
+        super().__init__(refusal.what, where=refusal.where, remedy=refusal.remedy)
+        self.refusal, self.ops = refusal, ops
+
+
+def _ask_to_write_out(reader: Reader, step: Branched, table: Mapping[Any, LayoutRule]) -> None:
+    hidden = [
+        node
+        for node in step.module.graph.nodes
+        if (kind := step.kinds.get(node)) in ("region", "tail")
+        and (kind == "region" or _reads_hidden(node, step.kinds))
+        and compat.is_composite(node.target)
+        and _rule(table, node.target) is None
+    ]
+    if hidden:
+        try:
+            reader.unsupported(hidden[0], NO_RULE)
+        except UnsupportedOp as error:
+            raise Composite(error, frozenset(node.target for node in hidden)) from None
+
+
+def _rule(table: Mapping[Any, LayoutRule], target: Any) -> LayoutRule | None:
+    """Return the rule of an op: of the overload, of elementwise ops, of the op, or of its name."""
+    if target in table:
+        return table[target]
+    if aten_rules.is_pointwise(target):
+        return aten_rules.pointwise
+    found = table.get(packet(target))
+    if found is None and isinstance(target, torch._ops.OpOverload):
+        found = table.get(target._schema.name)  # ops of libraries that may not be installed stand under their name
+    return found
+
+
 def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
     return any(kinds.get(x) == "region" for x in node.all_input_nodes)
 
@@ -70,7 +114,7 @@ def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kind
             where=user_line(node.meta.get("stack_trace")),
             remedy="Draw them before the step and pass them in, or turn the noise off.",
         )
-    rule = table.get(node.target)
+    rule = _rule(table, node.target)
     if node.target not in (ops.attention, ops.select) and any(kinds.get(x) == "block" for x in node.all_input_nodes):
         why = (
             selection.refusal(node)
@@ -78,11 +122,7 @@ def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kind
         )
         reader.unsupported(node, why)
     if rule is None:
-        rule = aten_rules.pointwise if aten_rules.is_pointwise(node.target) else table.get(packet(node.target))
-    if rule is None and isinstance(node.target, torch._ops.OpOverload):
-        rule = table.get(node.target._schema.name)  # ops of libraries that may not be installed stand under their name
-    if rule is None:
-        reader.unsupported(node, "no rule says what it does along the token dim")
+        reader.unsupported(node, NO_RULE)
     try:
         return rule(reader, node)
     except LongstrawError:

@@ -5,14 +5,15 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - grad-mode switches became `detach`, autocast switches became node metadata;
 - copies, casts and views that change nothing are gone, and so is dead code;
 - dropout with p = 0 is gone; an active one is refused;
-- cross entropy is log-softmax and gather;
+- cross entropy is log-softmax and gather, and so is indexing by counting indices;
+- an einsum of queries and keys is a matrix product;
 - a selection of keys is one `longstraw.ops.select` node; attention, in every spelling, one `longstraw.ops.attention`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
 from longstraw.passes.modes import resolve_dtypes, resolve_modes
+from longstraw.passes.products import write_einsums_as_products
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Normalised, Traced
 
@@ -41,6 +43,9 @@ def normalise(traced: Traced) -> Normalised:
     make_functional(module.graph, trained=frozenset(i.name for i in traced.inputs if i.requires_grad))
     resolve_modes(module.graph)
     _drop_no_ops(module.graph)
+    _narrow_before_expanding(module.graph)
+    _gather_where_indices_count(module.graph)
+    write_einsums_as_products(module.graph)
     _decompose_losses(module.graph)
     _eliminate_dead_code(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
@@ -177,9 +182,75 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         whole = a["start"] in (0, None) and a["step"] == 1 and (end is None or (isinstance(end, int) and end >= _END))
         return operands[0] if whole else None
     if name in (aten.view, aten.reshape, aten._unsafe_view, aten.expand) and before.ndim == after.ndim:
-        same = all(expression(x) == expression(y) for x, y in zip(before.shape, after.shape, strict=True))
-        return operands[0] if same else None
+        return operands[0] if _same_sizes(before.shape, after.shape) else None
     return None
+
+
+def _narrow_before_expanding(graph: fx.Graph) -> None:
+    """Take a part of a dim that was repeated by `expand` out of what was expanded."""
+    for node in list(graph.nodes):
+        if packet(node.target) is not aten.slice or packet(node.args[0].target) is not aten.expand:
+            continue
+        source = node.args[0].args[0]
+        before, after = source.meta["val"].shape, node.meta["val"].shape
+        d = arguments(node)["dim"] % len(after)
+        at = d - len(after) + len(before)
+        if at < 0 or before[at] != 1 or not isinstance(after[d], int):
+            continue
+        sizes = list(node.args[0].args[1])
+        sizes[d] = after[d]
+        if _same_sizes(before, after):
+            new = source
+        else:
+            with graph.inserting_before(node):
+                new = emit(graph, node, aten.expand.default, source, sizes)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _gather_where_indices_count(graph: fx.Graph) -> None:
+    """Write `x[arange(rows)[:, None], arange(tokens), chosen]` as a gather along the last dim."""
+    for node in list(graph.nodes):
+        if packet(node.target) is not aten.index:
+            continue
+        a = arguments(node)
+        x, indices = a["self"], list(a["indices"])
+        shape = x.meta["val"].shape
+        if len(indices) != len(shape) or len(indices) < 2 or any(index is None for index in indices):
+            continue
+        *counting, chosen = indices
+        if chosen.meta["val"].dtype != torch.int64 or not _same_sizes(chosen.meta["val"].shape, shape[:-1]):
+            continue
+        if all(_counts(index, d, shape) for d, index in enumerate(counting)):
+            with graph.inserting_before(node):
+                call = functools.partial(emit, graph, node)
+                from_end = call(aten.add.Tensor, chosen, shape[-1])
+                chosen = call(aten.where.self, call(aten.lt.Scalar, chosen, 0), from_end, chosen)
+                picked = call(aten.gather.default, x, -1, call(aten.unsqueeze.default, chosen, -1))
+                new = call(aten.squeeze.dim, picked, -1)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+
+
+def _counts(index: fx.Node, d: int, shape: Sequence[Any]) -> bool:
+    """Return whether an index has the number i wherever the result's dim `d` is at i."""
+    sizes = index.meta["val"].shape
+    at = d - len(shape) + 1 + len(sizes)
+    one_dim = at >= 0 and all(i == at or size == 1 for i, size in enumerate(sizes))
+    while packet(index.target) in (aten.unsqueeze, aten.reshape, aten.view):
+        index = index.args[0]  # type: ignore[assignment]
+    if (
+        not one_dim
+        or packet(index.target) is not aten.arange
+        or not _same_sizes(index.meta["val"].shape, shape[d : d + 1])
+    ):
+        return False
+    a = arguments(index)
+    return a.get("start", 0) in (0, None) and a.get("step", 1) in (1, None)
+
+
+def _same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(expression(x) == expression(y) for x, y in zip(one, other, strict=True))
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -194,13 +265,12 @@ def _decompose_losses(graph: fx.Graph) -> None:
         if node.op != "call_function" or name not in (aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd):
             continue
         a = arguments(node)
-        if a["weight"] is not None:
-            continue
         with graph.inserting_before(node):
             new = _negative_log_likelihood(
                 node,
                 a["self"],
                 a["target"],
+                weight=a["weight"],
                 reduction=int(a["reduction"]),
                 ignored=a["ignore_index"],
                 logits=name is aten.cross_entropy_loss,
@@ -212,18 +282,29 @@ def _decompose_losses(graph: fx.Graph) -> None:
 
 
 def _negative_log_likelihood(
-    like: fx.Node, x: fx.Node, target: fx.Node, *, reduction: int, ignored: Any, logits: bool, smoothing: float
+    like: fx.Node,
+    x: fx.Node,
+    target: fx.Node,
+    *,
+    weight: fx.Node | None,
+    reduction: int,
+    ignored: Any,
+    logits: bool,
+    smoothing: float,
 ) -> fx.Node:
     """Write out a loss on class numbers, or on probabilities of classes, as `torch.nn.functional.cross_entropy` has it.
 
-    Smoothing mixes the target with the uniform distribution.
+    Smoothing mixes the target with the uniform distribution. A class may have a weight.
     """
     call = functools.partial(emit, like.graph, like)
     dim = 1 if x.meta["val"].ndim > 1 else 0
     logp = call(aten.log_softmax.int, x, dim) if logits else x
-    spread = call(aten.neg.default, call(aten.mean.dim, logp, [dim])) if smoothing else None
+    of_class = logp
+    if weight is not None and (smoothing or target.meta["val"].is_floating_point()):
+        of_class = call(aten.mul.Tensor, logp, _along(call, weight, dim, x.meta["val"].ndim))
+    spread = call(aten.neg.default, call(aten.mean.dim, of_class, [dim])) if smoothing else None
     if target.meta["val"].is_floating_point():
-        loss = call(aten.neg.default, call(aten.sum.dim_IntList, call(aten.mul.Tensor, logp, target), [dim]))
+        loss = call(aten.neg.default, call(aten.sum.dim_IntList, call(aten.mul.Tensor, of_class, target), [dim]))
         if spread is not None:
             loss = _mixed(call, loss, spread, smoothing)
         if reduction in (_MEAN, _SUM):
@@ -233,14 +314,26 @@ def _negative_log_likelihood(
     safe = call(aten.where.self, valid, target, call(aten.zeros_like.default, target))
     picked = call(aten.gather.default, logp, dim, call(aten.unsqueeze.default, safe, dim))
     loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
+    count = valid
+    if weight is not None:
+        of_target = call(aten.index.Tensor, weight, [safe])
+        loss = call(aten.mul.Tensor, loss, of_target)
+        count = call(aten.where.self, valid, of_target, call(aten.zeros_like.default, of_target))
     if spread is not None:
         loss = _mixed(call, loss, spread, smoothing)
     loss = call(aten.where.self, valid, loss, call(aten.zeros_like.default, loss))
     if reduction in (_MEAN, _SUM):
         loss = call(aten.sum.default, loss)
     if reduction == _MEAN:
-        loss = call(aten.div.Tensor, loss, call(aten.sum.default, valid))
+        loss = call(aten.div.Tensor, loss, call(aten.sum.default, count))
     return loss
+
+
+def _along(call: Callable[..., fx.Node], weight: fx.Node, dim: int, ndim: int) -> fx.Node:
+    """Return weights of classes with dims for everything after the classes' dim."""
+    for _ in range(ndim - dim - 1):
+        weight = call(aten.unsqueeze.default, weight, -1)
+    return weight
 
 
 def _mixed(call: Callable[..., fx.Node], loss: fx.Node, spread: fx.Node, smoothing: float) -> fx.Node:

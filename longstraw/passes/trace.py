@@ -6,6 +6,7 @@ autocast, every node with the user's stack trace.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,13 @@ from longstraw.passes.custom_backward import check_custom_backwards, inline_forw
 from longstraw.stages import Input, Traced
 
 
-def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
+def trace(gm: fx.GraphModule, *, options: Options, written_out: Collection[Any] = ()) -> Traced:
     """Trace a Dynamo graph to ATen.
 
     Args:
         gm: Dynamo's graph; its placeholders carry fake values.
         options: handed on.
+        written_out: composite ops of which the graph has what they are made of.
     """
     check_custom_backwards(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -38,7 +40,7 @@ def trace(gm: fx.GraphModule, *, options: Options) -> Traced:
             )
     _refuse_leaves_returned(gm)
     _refuse_hooks(gm)
-    module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes)
+    module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes, written_out=written_out)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     inputs = tuple(
         Input(name, compat.source_name(node), isinstance(fake, torch.Tensor) and fake.requires_grad)
@@ -100,6 +102,8 @@ class _Inline(fx.Interpreter):
         return before
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.gather:
+            _agree_on_sizes(args, kwargs)
         if target is compat.enter_inference_mode:
             return self._enter_inference_mode(*args)
         if target is compat.exit_inference_mode:
@@ -122,7 +126,20 @@ class _Inline(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "gather":
+            _agree_on_sizes(args, kwargs)
         return args[0] if target == "requires_grad_" else super().call_method(target, args, kwargs)
+
+
+def _agree_on_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Guard on equal sizes of what is gathered and of the index where they are equal in this call.
+
+    Dynamo does so for operands that are broadcast. An index may also be smaller, so it leaves it open here whether
+    `logits[:, P - 1 : -1]` has the tokens of responses that are another input.
+    """
+    table, index = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+    for size, other in zip(table.shape, index.shape, strict=True):
+        compat.keep_equal(size, other)
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:

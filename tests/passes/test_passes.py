@@ -77,6 +77,42 @@ def test_normalise_recognises_explicit_attention(scores_of: object) -> None:
     assert_same(model, *inputs())
 
 
+@pytest.mark.parametrize(
+    ("heads_last", "scores", "mixture"),
+    [
+        (False, "bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd"),
+        (False, "...qd, ...kd -> ...qk", "...qk, ...kd -> ...qd"),
+        (True, "bqhd,bkhd->bhqk", "bhqk,bkhd->bhqd"),
+        (True, "bkhd,bqhd->bhqk", "bkhd,bhqk->bhqd"),
+    ],
+)
+def test_normalise_recognises_attention_by_einsum(heads_last: bool, scores: str, mixture: str) -> None:
+    class ByEinsum(Tiny):
+        def attend(self, x: Tensor) -> Tensor:
+            parts = [self.heads(f(x), KEY_HEADS) for f in (self.key, self.value, self.key)]
+            one, v, other = (part.transpose(1, 2) if heads_last else part for part in parts)
+            seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            weights = (torch.einsum(scores, one, other) / 2).masked_fill(~seen, float("-inf")).softmax(-1)
+            operands = (v, weights) if mixture.startswith("bkhd") else (weights, v)
+            return torch.einsum(mixture, *operands).repeat_interleave(2, 1)
+
+    module = records(step, ByEinsum(), *inputs())["normalise"].module
+    assert sum(node.target is longstraw.ops.attention for node in module.graph.nodes) == 1
+    assert_same(ByEinsum(), *inputs())
+
+
+def test_composite_ops_without_a_rule_are_traced_as_what_they_are_made_of() -> None:
+    class Composites(Tiny):
+        def hidden(self, ids: Tensor) -> Tensor:
+            x = super().hidden(ids)
+            likeness = F.cosine_similarity(x, x.roll(1, -1), dim=-1)[..., None]
+            return x * likeness + torch.tensordot(x, self.out.weight, 1) + torch.tile(x[..., : WIDTH // 2], (1, 1, 2))
+
+    ops = ops_of(records(step, Composites(), *inputs())["trace"].module)
+    assert not {"cosine_similarity", "tensordot", "tile"} & set(ops)
+    assert_same(Composites(), *inputs())
+
+
 def test_normalise_keeps_a_bias_that_grows_with_distance() -> None:
     class Biased(Tiny):
         def attend(self, x: Tensor) -> Tensor:
