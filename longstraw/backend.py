@@ -30,6 +30,7 @@ from longstraw.passes.normalise import normalise
 from longstraw.passes.partition import partition
 from longstraw.passes.split_at_backward import split_at_backward
 from longstraw.passes.trace import hidden_inputs, may_have_model, returns_hidden, trace
+from longstraw.passes.written_inputs import writing_back
 from longstraw.render import render
 from longstraw.runtime.budget import Budget
 from longstraw.runtime.reuse import PromptCache
@@ -125,11 +126,15 @@ def compile_graph(
             return piece.forward
         if program is None:
             return piece.forward
-        run = functools.partial(start or run_step, program, Budget(program))
+        run: Compiled = functools.partial(start or run_step, program, Budget(program))
         if options.reuse_prompt_for:
             caches = [PromptCache(options.reuse_prompt_for) for _ in program.step.branches]
             run = functools.partial(run, caches=caches)
-        return checked_at_first_call(program, run) if options.check == "numbers" else run
+        if options.check == "numbers":
+            run = checked_at_first_call(program, run)
+        inputs = program.step.partitioned.step.inputs
+        written = [(i, x.source) for i, x in enumerate(inputs) if x.written]
+        return writing_back(run, written) if written else run
 
     return split_at_backward(gm, compile_piece=compile_piece)
 

@@ -25,11 +25,14 @@ class Input:
         name: the placeholder's name in the graph.
         source: the Python expression of the user's value, such as `L['model'].lm_head.weight`.
         requires_grad: whether eager would give it a gradient.
+        written: whether the step writes to it. What it writes is returned after the step's own outputs, in the order of
+            these inputs.
     """
 
     name: str
     source: str
     requires_grad: bool
+    written: bool = False
 
 
 @dataclass(frozen=True)

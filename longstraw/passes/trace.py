@@ -18,6 +18,7 @@ from longstraw import compat
 from longstraw.errors import BadInput, UnsupportedOp, user_line
 from longstraw.options import Options
 from longstraw.passes.custom_backward import check_custom_backwards, inline_forward
+from longstraw.passes.written_inputs import return_writes
 from longstraw.stages import Input, Traced
 
 
@@ -42,9 +43,13 @@ def trace(gm: fx.GraphModule, *, options: Options, written_out: Collection[Any] 
     _refuse_hooks(gm)
     module = compat.to_aten(lambda *args: _Inline(gm).run(*args), fakes, written_out=written_out)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    trained = [isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes]
+    written = return_writes(
+        module.graph, trained=frozenset(n for n, learns in zip(names, trained, strict=True) if learns)
+    )
     inputs = tuple(
-        Input(name, compat.source_name(node), isinstance(fake, torch.Tensor) and fake.requires_grad)
-        for name, node, fake in zip(names, placeholders, fakes, strict=True)
+        Input(name, compat.source_name(node), learns, name in written)
+        for name, node, learns in zip(names, placeholders, trained, strict=True)
     )
     return Traced(module, inputs, options)
 
