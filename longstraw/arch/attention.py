@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from longstraw import ops
-from longstraw.arch import selection, sinks
+from longstraw.arch import factors, selection, sinks
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.constants import filled_with
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.arch.selected import split
+from longstraw.blocks import HIDING
 from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
 
@@ -116,7 +117,7 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
         sink = found.sink if rescaled is None else rescaled.sink(graph)
         key = _transposed(graph, key)
         batch = found.batch or _batch_of(query)
-        masks = tuple(found.masks)
+        masks = tuple(selection.with_rank(graph, mask, 2) for mask in found.masks)
         lifted = [_four_dims(graph, x, softmax, batch=batch) for x in (query, key, value)]
         new = _insert(graph, product, lifted, masks, False, scale, score, score_inputs, sink)
         result = new if product.meta["val"].ndim == 4 else _reshape(graph, new, product)
@@ -164,6 +165,13 @@ def _step_up(
         _give_up(softmax, f"{name} stands between the scores and the softmax")
     scores = scored[0]
     others = [x for x in operands if x is not scores]
+    product = factors.masked(node, is_mask=_varies_with_tokens, is_score=selection.reaches_product)
+    if product is not None and not found.steps:
+        with module.graph.inserting_before(node):
+            found.masks.append(product.seen(module.graph))
+        found.masks[-1].meta["finite"] = True
+        found.passed.append(product.product)
+        return product.scores
     if name is aten.add and len(others) == 1 and not found.steps and _varies_with_tokens(others[0]):
         if node.kwargs.get("alpha", 1) != 1:
             _give_up(softmax, "its mask is scaled")
@@ -181,7 +189,7 @@ def _step_up(
 def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
     """Insert the bool mask (True = seen) that a fill with a hugely negative value stands for."""
     number = filled_with(value)
-    if number is None or not number <= -1e4:
+    if number is None or not number <= HIDING:
         raise _not_attention(node, "it fills scores with a value that is not hugely negative")
     with node.graph.inserting_before(node):
         seen = emit(node.graph, node, aten.alias.default if keep_where else aten.logical_not.default, condition)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longstraw.blocks import UNSEEN
+from longstraw.blocks import HIDING, UNSEEN
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.leaves import Rows
@@ -45,6 +45,7 @@ class Visibility:
     def __init__(self, branch: Stateful, values: Mapping[fx.Node, Any]) -> None:
         self._branch, self._values = branch, values
         self._blocks: dict[Rows, list[Blocks]] = {}
+        self._factors_checked = False
 
     def blocks(self, rows: Rows) -> list[Blocks]:
         """Return what each attention may see, and then what each selection may, for these rows."""
@@ -72,6 +73,9 @@ class Visibility:
 
     def check(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
         """Refuse masks that let a query of the span see tokens after it, or see nothing where that has no meaning."""
+        if not self._factors_checked:
+            self._check_factors()
+            self._factors_checked = True
         found = list(zip(self._readers(), self.blocks(rows), strict=True))
         pairs = {id(b): (s, b) for s, b in reversed(found)}  # of a selection and an attention, the attention
         for site, blocks in pairs.values():
@@ -90,11 +94,26 @@ class Visibility:
                         "causal.",
                     )
 
+    def _check_factors(self) -> None:
+        """Refuse factors of scores that stand for masks and have other values than 0 and 1."""
+        for site in self._readers():
+            for program in (self._branch.masks[index] for index in site.masks):
+                for value in (self._values[program.inputs[index]] for index in program.zero_or_one):
+                    if not bool(((value == 0) | (value == 1)).all()):
+                        raise UnsupportedMask(
+                            "Scores are multiplied by a mask that has other values than 0 and 1.",
+                            where=site.line,
+                            remedy="Make it 1 for the keys that a query sees and 0 for all others, or mask the scores "
+                            "with `masked_fill`.",
+                        )
+
     def _check_some_key(self, site: Site, blocks: Blocks, lo: int, hi: int) -> None:
+        fills = any(self._branch.finite[i] and self._branch.masks[i].dtype == torch.bool for i in site.masks)
+        least = HIDING / 2 if fills else UNSEEN  # a bias nearly as low as what fills the scores of unseen keys
         seen: Tensor | None = None
         for k in range(hi, 0, -_CHECKED_KEYS):
             block = blocks.tensor(lo, hi, max(0, k - _CHECKED_KEYS), k)
-            found = (block if block.dtype == torch.bool else block > UNSEEN).any(-1)
+            found = (block if block.dtype == torch.bool else block > least).any(-1)
             seen = found if seen is None else seen | found
             if bool(seen.all()):
                 return
