@@ -4,6 +4,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - in-place ops became their functional forms, written back through slices;
 - grad-mode switches became `detach`, autocast switches became node metadata;
 - copies, casts and views that change nothing are gone, and so is dead code;
+- what is taken from a tensor of one number is a tensor of that number;
 - dropout with p = 0 is gone; an active one is refused;
 - cross entropy is log-softmax and gather;
 - a selection of keys is one `longstraw.ops.select` node; attention, in every spelling, one `longstraw.ops.attention`.
@@ -20,6 +21,7 @@ from torch import fx
 
 from longstraw.arch import attention as attention_rule
 from longstraw.arch import selection
+from longstraw.arch.constants import fill_by_size
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
@@ -41,6 +43,7 @@ def normalise(traced: Traced) -> Normalised:
     make_functional(module.graph, trained=frozenset(i.name for i in traced.inputs if i.requires_grad))
     resolve_modes(module.graph)
     _drop_no_ops(module.graph)
+    fill_by_size(module.graph)
     _decompose_losses(module.graph)
     _eliminate_dead_code(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
