@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 __all__ = [
+    "HIDING",
     "UNSEEN",
     "BlockProgram",
     "Call",
@@ -36,6 +37,8 @@ __all__ = [
 
 UNSEEN = -1e30
 """A bias of at most this, finite or not, is meant as minus infinity: the key is not seen."""
+HIDING = -1e4
+"""A number of at most this that replaces scores hides their keys, as long as there are others of a usual score."""
 
 
 class Side(enum.Enum):
@@ -155,7 +158,7 @@ class BlockProgram:
     """Computes a block [rows or 1, heads or 1, query tokens, key tokens] of a mask from light values.
 
     `inputs` are the graph's nodes whose whole values are supplied, in this order. The last step's result has the
-    mask's own dimensions, cut by `cuts`.
+    mask's own dimensions, cut by `cuts`. Of the inputs `zero_or_one` (their places), other values must be refused.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -166,6 +169,7 @@ class BlockProgram:
     key_dim: int
     dtype: torch.dtype
     device: torch.device
+    zero_or_one: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"inputs: {', '.join(node.name for node in self.inputs)}"]

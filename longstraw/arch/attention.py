@@ -2,7 +2,7 @@
 
 Two spellings: `aten.scaled_dot_product_attention`, and the explicit one: a product of queries and keys, elementwise
 work on the scores (scale, soft cap, masks, biases), softmax over keys, a product with the values. A column of sinks
-joined to the scores before the softmax and cut off after it is understood too.
+joined to the scores before the softmax and cut off after it is understood too, and sinks that rescale the output.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from longstraw import ops
-from longstraw.arch import selection
+from longstraw.arch import factors, selection, sinks
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.constants import filled_with
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.arch.selected import split
+from longstraw.blocks import HIDING
 from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
 
@@ -82,6 +83,7 @@ class _Scores:
     masks: list[fx.Node] = field(default_factory=list)
     steps: list[fx.Node] = field(default_factory=list)  # elementwise ops on the scores, softmax side first
     sink: fx.Node | None = None
+    passed: list[fx.Node] = field(default_factory=list)  # every form of them, the product's result included
     batch: tuple[Any, ...] | None = None  # rows and heads, where the scores have a dim for each
 
 
@@ -90,7 +92,10 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
     found = _Scores()
     node = softmax.args[0]
     assert isinstance(node, fx.Node)
+    if arguments(softmax)["dim"] % softmax.meta["val"].ndim != softmax.meta["val"].ndim - 1:
+        _give_up(softmax, "it does not go over the keys, the last dim")
     while packet(node.target) not in _PRODUCTS:
+        found.passed.append(node)
         if node.meta["val"].ndim == 4:
             found.batch = tuple(node.meta["val"].shape[:2])
         node = _step_up(module, node, found, is_score, softmax)
@@ -103,17 +108,34 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
             if a["beta"] != 1 or not _is_block(a["self"], is_score):
                 _give_up(softmax, "its summand is scaled")
             found.masks.append(a["self"])
+    found.passed.append(node)
     product, value = _step_down(softmax, found, is_score)
     scale, score, score_inputs = _score_function(module, node, found, scale)
-    with graph.inserting_before(product):
+    rescaled = _rescaled(softmax, product, found)
+    output = product if rescaled is None else rescaled.node
+    with graph.inserting_before(output):
+        sink = found.sink if rescaled is None else rescaled.sink(graph)
         key = _transposed(graph, key)
         batch = found.batch or _batch_of(query)
-        masks = tuple(found.masks)
+        masks = tuple(selection.with_rank(graph, mask, 2) for mask in found.masks)
         lifted = [_four_dims(graph, x, softmax, batch=batch) for x in (query, key, value)]
-        new = _insert(graph, product, lifted, masks, False, scale, score, score_inputs, found.sink)
+        new = _insert(graph, product, lifted, masks, False, scale, score, score_inputs, sink)
         result = new if product.meta["val"].ndim == 4 else _reshape(graph, new, product)
-    product.replace_all_uses_with(result)
-    graph.erase_node(product)
+        if output.meta["val"].dtype != product.meta["val"].dtype:
+            result = emit(graph, output, aten.to.dtype, result, output.meta["val"].dtype)
+    output.replace_all_uses_with(result)
+    graph.erase_node(output)
+
+
+def _rescaled(softmax: fx.Node, product: fx.Node, found: _Scores) -> sinks.Rescaled | None:
+    """Return the rescaling of an attention's output that stands for a sink, if any; refuse others by its scores."""
+    sums = sinks.sums_of(found.passed)
+    if not sums:
+        return None
+    rescaled = sinks.rescaled(softmax, product)
+    if rescaled is None or len(sums) > 1 or found.sink is not None:
+        _give_up(softmax, "the logsumexp of its scores has a use that is not `output * sigmoid(logsumexp - sink)`")
+    return rescaled
 
 
 def _is_block(node: Any, is_score: Callable[[fx.Node], bool]) -> bool:
@@ -143,6 +165,13 @@ def _step_up(
         _give_up(softmax, f"{name} stands between the scores and the softmax")
     scores = scored[0]
     others = [x for x in operands if x is not scores]
+    product = factors.masked(node, is_mask=_varies_with_tokens, is_score=selection.reaches_product)
+    if product is not None and not found.steps:
+        with module.graph.inserting_before(node):
+            found.masks.append(product.seen(module.graph))
+        found.masks[-1].meta["finite"] = True
+        found.passed.append(product.product)
+        return product.scores
     if name is aten.add and len(others) == 1 and not found.steps and _varies_with_tokens(others[0]):
         if node.kwargs.get("alpha", 1) != 1:
             _give_up(softmax, "its mask is scaled")
@@ -160,7 +189,7 @@ def _step_up(
 def _as_mask(node: fx.Node, condition: Any, value: Any, *, keep_where: bool) -> fx.Node:
     """Insert the bool mask (True = seen) that a fill with a hugely negative value stands for."""
     number = filled_with(value)
-    if number is None or not number <= -1e4:
+    if number is None or not number <= HIDING:
         raise _not_attention(node, "it fills scores with a value that is not hugely negative")
     with node.graph.inserting_before(node):
         seen = emit(node.graph, node, aten.alias.default if keep_where else aten.logical_not.default, condition)

@@ -1,4 +1,7 @@
-"""Which tensors of a graph are one number repeated, and which number."""
+"""Which tensors of a graph are one number repeated, and which number.
+
+Such a tensor has nothing of the values that it was made like: `zeros_like(hidden)[..., 0]` is known from sizes alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.arch.rules import packet
+from longstraw.arch.rules import arguments, packet
+from longstraw.compat import expression
 
 aten = torch.ops.aten
 _THROUGH = (
@@ -40,3 +44,26 @@ def filled_with(value: Any) -> float | None:
 def is_new(node: fx.Node) -> bool:
     """Return whether an op makes a tensor that has nothing of its operands but their sizes."""
     return packet(node.target) in (*_FILLED, *_FULL, *_EMPTY)
+
+
+def fill_by_size(graph: fx.Graph) -> None:
+    """Write a part taken from a tensor of one number as `full`, where the graph has its sizes."""
+    sizes: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            sizes.setdefault(expression(value), node)
+        if node.op != "call_function" or packet(node.target) is not aten.select:
+            continue
+        source = arguments(node)["self"]
+        number = filled_with(source) if packet(source.target) in (*_FILLED, *_FULL) else None
+        shape = [int(e) if e.is_Integer else sizes.get(e) for e in map(expression, value.shape)]
+        if number is None or None in shape:
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(
+                aten.full.default, (shape, number), {"dtype": value.dtype, "device": value.device}
+            )
+        new.meta = {**node.meta}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)

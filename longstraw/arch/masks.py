@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from longstraw.arch import factors
 from longstraw.blocks import (
     BlockProgram,
     Call,
@@ -70,7 +71,15 @@ def block_program(
     demand = _without_ones(value, cuts)
     output = builder.slot(node, demand)
     return BlockProgram(
-        tuple(builder.inputs), tuple(builder.steps), output, demand, query_dim, key_dim, value.dtype, value.device
+        tuple(builder.inputs),
+        tuple(builder.steps),
+        output,
+        demand,
+        query_dim,
+        key_dim,
+        value.dtype,
+        value.device,
+        tuple(sorted(builder.zero_or_one)),
     )
 
 
@@ -93,6 +102,7 @@ class _Builder:
         self.inputs: list[fx.Node] = []
         self.steps: list[Step] = []
         self.slots: dict[tuple[fx.Node, Cuts], Slot] = {}
+        self.zero_or_one: set[int] = set()
 
     def slot(self, node: fx.Node, cuts: Sequence[Cut | None]) -> Slot:
         """Where the node's value, cut by `cuts`, is found."""
@@ -123,6 +133,11 @@ class _Builder:
         for dim, (size, cut) in enumerate(zip(node.meta["val"].shape, cuts, strict=True)):
             if cut is None and not expression(size).is_Integer:
                 raise UnsupportedMask(node, f"dim {dim}, of size {size}, would have to be built whole")
+        if factors.is_unproven(node):
+            whole = factors.origin(node, is_light=self.is_light)
+            if whole is None:
+                raise UnsupportedMask(node, "multiplies scores by values that may be other than 0 and 1")
+            self.zero_or_one.add(self.input(whole))
         rule = _RULES.get(node.target.overloadpacket)
         if rule is None and _is_elementwise(node.target):
             rule = _elementwise

@@ -4,6 +4,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - in-place ops became their functional forms, written back through slices;
 - grad-mode switches became `detach`, autocast switches became node metadata;
 - copies, casts and views that change nothing are gone, and so is dead code;
+- what is taken from a tensor of one number is a tensor of that number;
 - dropout with p = 0 is gone; an active one is refused;
 - cross entropy is log-softmax and gather, and so is indexing by counting indices;
 - an einsum of queries and keys is a matrix product;
@@ -13,7 +14,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from torch import fx
 
 from longstraw.arch import attention as attention_rule
 from longstraw.arch import selection
+from longstraw.arch.constants import fill_by_size
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
+from longstraw.passes.losses import write_out_losses
 from longstraw.passes.modes import resolve_dtypes, resolve_modes
 from longstraw.passes.products import write_einsums_as_products
 from longstraw.passes.trace import copy_graph
@@ -43,10 +46,11 @@ def normalise(traced: Traced) -> Normalised:
     make_functional(module.graph, trained=frozenset(i.name for i in traced.inputs if i.requires_grad))
     resolve_modes(module.graph)
     _drop_no_ops(module.graph)
+    fill_by_size(module.graph)
     _narrow_before_expanding(module.graph)
     _gather_where_indices_count(module.graph)
     write_einsums_as_products(module.graph)
-    _decompose_losses(module.graph)
+    write_out_losses(module.graph)
     _eliminate_dead_code(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
     attention_rule.recognise(module, is_score=_two_token_dims(module.graph))
@@ -251,91 +255,3 @@ def _counts(index: fx.Node, d: int, shape: Sequence[Any]) -> bool:
 
 def _same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(expression(x) == expression(y) for x, y in zip(one, other, strict=True))
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-_MEAN, _SUM = 1, 2
-
-
-def _decompose_losses(graph: fx.Graph) -> None:
-    """Write cross entropy and nll losses as log-softmax, gather, and the reduction."""
-    for node in list(graph.nodes):
-        name = packet(node.target)
-        if node.op != "call_function" or name not in (aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd):
-            continue
-        a = arguments(node)
-        with graph.inserting_before(node):
-            new = _negative_log_likelihood(
-                node,
-                a["self"],
-                a["target"],
-                weight=a["weight"],
-                reduction=int(a["reduction"]),
-                ignored=a["ignore_index"],
-                logits=name is aten.cross_entropy_loss,
-                smoothing=float(a.get("label_smoothing") or 0.0),
-            )
-        new.meta = {**node.meta}
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-
-
-def _negative_log_likelihood(
-    like: fx.Node,
-    x: fx.Node,
-    target: fx.Node,
-    *,
-    weight: fx.Node | None,
-    reduction: int,
-    ignored: Any,
-    logits: bool,
-    smoothing: float,
-) -> fx.Node:
-    """Write out a loss on class numbers, or on probabilities of classes, as `torch.nn.functional.cross_entropy` has it.
-
-    Smoothing mixes the target with the uniform distribution. A class may have a weight.
-    """
-    call = functools.partial(emit, like.graph, like)
-    dim = 1 if x.meta["val"].ndim > 1 else 0
-    logp = call(aten.log_softmax.int, x, dim) if logits else x
-    of_class = logp
-    if weight is not None and (smoothing or target.meta["val"].is_floating_point()):
-        of_class = call(aten.mul.Tensor, logp, _along(call, weight, dim, x.meta["val"].ndim))
-    spread = call(aten.neg.default, call(aten.mean.dim, of_class, [dim])) if smoothing else None
-    if target.meta["val"].is_floating_point():
-        loss = call(aten.neg.default, call(aten.sum.dim_IntList, call(aten.mul.Tensor, of_class, target), [dim]))
-        if spread is not None:
-            loss = _mixed(call, loss, spread, smoothing)
-        if reduction in (_MEAN, _SUM):
-            return call(aten.mean.default if reduction == _MEAN else aten.sum.default, loss)
-        return loss
-    valid = call(aten.ne.Scalar, target, ignored)
-    safe = call(aten.where.self, valid, target, call(aten.zeros_like.default, target))
-    picked = call(aten.gather.default, logp, dim, call(aten.unsqueeze.default, safe, dim))
-    loss = call(aten.neg.default, call(aten.squeeze.dim, picked, dim))
-    count = valid
-    if weight is not None:
-        of_target = call(aten.index.Tensor, weight, [safe])
-        loss = call(aten.mul.Tensor, loss, of_target)
-        count = call(aten.where.self, valid, of_target, call(aten.zeros_like.default, of_target))
-    if spread is not None:
-        loss = _mixed(call, loss, spread, smoothing)
-    loss = call(aten.where.self, valid, loss, call(aten.zeros_like.default, loss))
-    if reduction in (_MEAN, _SUM):
-        loss = call(aten.sum.default, loss)
-    if reduction == _MEAN:
-        loss = call(aten.div.Tensor, loss, call(aten.sum.default, count))
-    return loss
-
-
-def _along(call: Callable[..., fx.Node], weight: fx.Node, dim: int, ndim: int) -> fx.Node:
-    """Return weights of classes with dims for everything after the classes' dim."""
-    for _ in range(ndim - dim - 1):
-        weight = call(aten.unsqueeze.default, weight, -1)
-    return weight
-
-
-def _mixed(call: Callable[..., fx.Node], loss: fx.Node, spread: fx.Node, smoothing: float) -> fx.Node:
-    kept, added = call(aten.mul.Scalar, loss, 1 - smoothing), call(aten.mul.Scalar, spread, smoothing)
-    return call(aten.add.Tensor, kept, added)

@@ -271,7 +271,7 @@ class BranchRun:
                 store.track_gradients(self.options.grad_dtype)
             for number, (lo, hi) in enumerate(spans, start=1):
                 where = self._where(node, here, lo, hi)
-                self.runner.visibility.check(where.rows, lo, hi, self.stop)
+                self.runner.visibility.check(where.rows, lo, hi, self.numbers.tokens)
                 after = () if captured is not None else self._run_span(node, where, results, keep=keep)
                 if after:
                     store.boundaries.save(hi, after, keep=bool(every) and number % every == 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from longstraw.blocks import UNSEEN
+from longstraw.blocks import HIDING, UNSEEN
 from longstraw.errors import UnsupportedMask
 from longstraw.runtime.blocks import Blocks, CausalBlocks, EverySeen, bind, both
 from longstraw.runtime.leaves import Rows
@@ -16,6 +16,7 @@ from longstraw.runtime.state import Kept, merged
 from longstraw.stages import Chooser, Site, Stateful
 
 _CHECKED_KEYS = 2048
+_CHECKED_QUERIES = 256
 _BOUND_ROWS = 8
 """Sets of rows whose masks are held at once: those on the way from the root to a leaf."""
 
@@ -34,6 +35,25 @@ def first_seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> int:
     return unseen
 
 
+def _later(blocks: Blocks, lo: int, hi: int, stop: int) -> Iterator[Tensor]:
+    """Yield bools, one of which is true if any query `lo` to `hi` sees a key after itself and before `stop`."""
+    if blocks.verdict(lo, hi, hi, stop) != "none":
+        for k in range(hi, stop, _CHECKED_KEYS):
+            yield _seen(blocks, lo, hi, k, min(k + _CHECKED_KEYS, stop)).any()
+    if hi - lo > _CHECKED_QUERIES:
+        middle = (lo + hi) // 2
+        yield from _later(blocks, lo, middle, hi)
+        yield from _later(blocks, middle, hi, hi)
+    elif hi - lo > 1:
+        yield _seen(blocks, lo, hi, lo, hi).triu(1).any()
+
+
+def _seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int, *, least: float = UNSEEN) -> Tensor:
+    """Return which queries see which keys: those with a bias above `least`."""
+    block = blocks.tensor(q0, q1, k0, k1)
+    return block if block.dtype == torch.bool else block > least
+
+
 class Visibility:
     """The masks of a branch with the inputs of one step.
 
@@ -45,6 +65,7 @@ class Visibility:
     def __init__(self, branch: Stateful, values: Mapping[fx.Node, Any]) -> None:
         self._branch, self._values = branch, values
         self._blocks: dict[Rows, list[Blocks]] = {}
+        self._factors_checked = False
 
     def blocks(self, rows: Rows) -> list[Blocks]:
         """Return what each attention may see, and then what each selection may, for these rows."""
@@ -71,30 +92,50 @@ class Visibility:
         return [*self._branch.sites, *self._branch.choosers]
 
     def check(self, rows: Rows, lo: int, hi: int, stop: int) -> None:
-        """Refuse masks that let a query of the span see tokens after it, or see nothing where that has no meaning."""
+        """Refuse masks that let a query of a span see a token after it, or see nothing where that has no meaning.
+
+        Later tokens of the span itself count too: what needs no gradient is left out when the span runs again.
+
+        Args:
+            rows: that run.
+            lo, hi: the span.
+            stop: the end of the rows, also of tokens that no result needs.
+        """
+        if not self._factors_checked:
+            self._check_factors()
+            self._factors_checked = True
         found = list(zip(self._readers(), self.blocks(rows), strict=True))
         pairs = {id(b): (s, b) for s, b in reversed(found)}  # of a selection and an attention, the attention
         for site, blocks in pairs.values():
             if isinstance(site, Site) and any(self._branch.finite[index] for index in site.masks):
                 self._check_some_key(site, blocks, lo, hi)
-            if hi >= stop or blocks.verdict(lo, hi, hi, stop) == "none":
-                continue
-            for k in range(hi, stop, _CHECKED_KEYS):
-                block = blocks.tensor(lo, hi, k, min(k + _CHECKED_KEYS, stop))
-                seen = block if block.dtype == torch.bool else block > UNSEEN
-                if bool(seen.any()):
-                    raise UnsupportedMask(
-                        "Attention lets a token see later tokens: the model is not causal.",
-                        where=site.line,
-                        remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to "
-                        "causal.",
-                    )
+            later = () if isinstance(site, Site) and site.causal else tuple(_later(blocks, lo, hi, stop))
+            if later and bool(torch.stack(later).any()):
+                raise UnsupportedMask(
+                    "Attention lets a token see later tokens: the model is not causal.",
+                    where=site.line,
+                    remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to causal.",
+                )
+
+    def _check_factors(self) -> None:
+        """Refuse factors of scores that stand for masks and have other values than 0 and 1."""
+        for site in self._readers():
+            for program in (self._branch.masks[index] for index in site.masks):
+                for value in (self._values[program.inputs[index]] for index in program.zero_or_one):
+                    if not bool(((value == 0) | (value == 1)).all()):
+                        raise UnsupportedMask(
+                            "Scores are multiplied by a mask that has other values than 0 and 1.",
+                            where=site.line,
+                            remedy="Make it 1 for the keys that a query sees and 0 for all others, or mask the scores "
+                            "with `masked_fill`.",
+                        )
 
     def _check_some_key(self, site: Site, blocks: Blocks, lo: int, hi: int) -> None:
+        fills = any(self._branch.finite[i] and self._branch.masks[i].dtype == torch.bool for i in site.masks)
+        least = HIDING / 2 if fills else UNSEEN  # a bias nearly as low as what fills the scores of unseen keys
         seen: Tensor | None = None
         for k in range(hi, 0, -_CHECKED_KEYS):
-            block = blocks.tensor(lo, hi, max(0, k - _CHECKED_KEYS), k)
-            found = (block if block.dtype == torch.bool else block > UNSEEN).any(-1)
+            found = _seen(blocks, lo, hi, max(0, k - _CHECKED_KEYS), k, least=least).any(-1)
             seen = found if seen is None else seen | found
             if bool(seen.all()):
                 return

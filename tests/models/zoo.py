@@ -377,5 +377,5 @@ def randomise(model: nn.Module, seed: int) -> None:
         else:
             parameter.copy_(noise(parameter) / math.sqrt(parameter.shape[-1]))
     for name, buffer in model.named_buffers():
-        if name.endswith("bias") and buffer.is_floating_point():
+        if name.endswith("bias") and buffer.is_floating_point() and not buffer.any():
             buffer.add_(0.1 * noise(buffer))
