@@ -6,6 +6,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - copies, casts and views that change nothing are gone, and so is dead code;
 - dropout with p = 0 is gone; an active one is refused;
 - cross entropy is log-softmax and gather;
+- a loop over rows, or over pieces of tokens, is one computation of all of them;
 - a selection of keys is one `longstraw.ops.select` node; attention, in every spelling, one `longstraw.ops.attention`.
 """
 
@@ -25,6 +26,7 @@ from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
 from longstraw.passes.modes import resolve_dtypes, resolve_modes
+from longstraw.passes.reroll import reroll
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Normalised, Traced
 
@@ -42,6 +44,7 @@ def normalise(traced: Traced) -> Normalised:
     resolve_modes(module.graph)
     _drop_no_ops(module.graph)
     _decompose_losses(module.graph)
+    reroll(module.graph)
     _eliminate_dead_code(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
     attention_rule.recognise(module, is_score=_two_token_dims(module.graph))
