@@ -168,6 +168,8 @@ def pointwise(op: PieceOp) -> Whole:
     rank = rank_of(op.first)
     operands = tensors((op.first.args, op.first.kwargs))
     wholes = [x for x in operands if isinstance(op.operands[x], Whole)]
+    if len({node.meta["val"].device for node in (op.first, *wholes)}) > 1:
+        raise Unlike  # a number may lie on another device than the tensor it is combined with, a dim of numbers not
     if op.stacked:
         lined = {x: op.lined_up(x, rank) for x in wholes}
         args, kwargs = map_arg((op.first.args, op.first.kwargs), lambda x: lined.get(x, x))
@@ -290,7 +292,10 @@ def permuted(op: PieceOp) -> Whole:
     if packet(op.first.target) is aten.permute:
         order = [d % rank for d in op.first.args[1]]  # type: ignore[union-attr, operator]
     else:
-        one, two = (d % rank for d in op.first.args[1:])  # type: ignore[operator]
+        if rank < 2:
+            raise Unlike
+        swapped = op.first.args[1:] if packet(op.first.target) is aten.transpose else (-2, -1)
+        one, two = (d % rank for d in swapped)  # type: ignore[operator]
         order = list(range(rank))
         order[one], order[two] = two, one
     moved = [0, *(d + 1 for d in order)] if op.stacked else order
@@ -320,10 +325,10 @@ def reshaped(op: PieceOp) -> Whole:
     new = shape_of(op.first)
     if len(new) <= dim or new[:dim] != shape_of(source)[:dim]:  # type: ignore[arg-type]
         raise Unlike
-    # Entries stay in their order: each piece may keep its own, times what follows that dim and is joined to it.
+    # Entries stay in their order: what follows that dim may be joined to it, or be taken apart from it.
     pieces = tuple(shape_of(node)[dim] for node in op.nodes)
     times = sympy.sympify(pieces[0] / whole.sizes[0]) if whole.sizes[0] != 0 else sympy.nan
-    if not times.is_integer or any(
+    if not (times.is_integer or (1 / times).is_integer) or any(
         sympy.expand(size * times - piece) != 0 for size, piece in zip(whole.sizes, pieces, strict=True)
     ):
         raise Unlike
@@ -389,8 +394,8 @@ def _table() -> dict[Any, PieceRule]:
         ("matmul mm", matmul),
         ("unsqueeze", unsqueezed),
         ("squeeze", squeezed),
-        ("transpose permute", permuted),
-        ("select slice", cut),
+        ("transpose permute t mT", permuted),
+        ("select slice narrow", cut),
     ]
     table = {getattr(aten, name): rule for names, rule in groups for name in names.split() if hasattr(aten, name)}
     return {**table, **dict.fromkeys(_SIZED, reshaped), aten.expand.default: expanded, operator.getitem: one_of_several}
@@ -399,9 +404,15 @@ def _table() -> dict[Any, PieceRule]:
 RULES: dict[Any, PieceRule] = _table()
 
 
+def is_pure(target: Any) -> bool:
+    """Return whether an op, given the same, returns the same and does nothing else."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
 def rule_for(target: Any) -> PieceRule:
     """Return the rule for an op."""
-    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+    if target is not operator.getitem and not is_pure(target):
         raise Unlike
     rule = pointwise if is_pointwise(target) else RULES.get(target) or RULES.get(packet(target))
     if rule is None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from longstraw.arch.pieces import PieceOp, Unlike, Whole, is_whole, rank_of, rule_for, shape_of, sizes_asked
+from longstraw.arch.pieces import PieceOp, Unlike, Whole, is_pure, is_whole, rank_of, rule_for, shape_of, sizes_asked
 from longstraw.arch.rules import arguments, emit, packet
 from longstraw.compat import expression
 from longstraw.passes.same_passes import hashable
@@ -134,12 +134,11 @@ class _Loops:
         known: dict[fx.Node, Any] = {x[0]: self.found[x] for x in operands}
         if len(known) < len(set(operands)) or None in known.values():
             return None
+        if not any(isinstance(x, Whole) for x in known.values()):
+            return nodes[0] if is_pure(nodes[0].target) else None  # every pass through the loop computes the same
         try:
-            rule = rule_for(nodes[0].target)
-            if not any(isinstance(x, Whole) for x in known.values()):
-                return nodes[0]  # every pass through the loop computes the same
             op = PieceOp(nodes, known)
-            whole = rule(op)
+            whole = rule_for(nodes[0].target)(op)
         except Unlike:
             return None
         return whole if is_whole(op, whole) else None
@@ -172,7 +171,7 @@ def _cut(nodes: Nodes) -> tuple[fx.Node, int, tuple[sympy.Expr, ...]] | None:
         return None
     if first.target is operator.getitem:
         return _split(nodes, source)
-    if first.target in (aten.select.int, aten.slice.Tensor):
+    if first.target in (aten.select.int, aten.slice.Tensor, aten.narrow.default):
         return _taken(nodes, source)
     return None
 
@@ -203,7 +202,7 @@ def _taken(nodes: Nodes, source: fx.Node) -> tuple[fx.Node, int, tuple[sympy.Exp
     else:
         sizes = tuple(shape_of(node)[dim] for node in nodes)
         starts = [0 if a["start"] is None else a["start"] for a in asked]
-        if any(a["step"] != 1 for a in asked):
+        if any(a.get("step", 1) != 1 for a in asked):
             return None
     at = sympy.Integer(0)
     for start, size in zip(starts, sizes, strict=True):
