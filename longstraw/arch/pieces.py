@@ -84,10 +84,14 @@ class PieceOp:
 
     def dims(self, value: Any, rank: int, apart: Whole) -> list[int]:
         """Return one or more dims of a piece, counted from its first; none may be the dim that is in pieces."""
-        found = [d % rank for d in ([value] if isinstance(value, int) else value)]
+        found = self.all_dims([value] if isinstance(value, int) else value, rank)
         if apart.dim in found:
             raise Unlike
         return found
+
+    def all_dims(self, dims: Any, rank: int) -> list[int]:
+        """Return dims of a piece, counted from its first."""
+        return [d % rank for d in dims]
 
     def emit(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an op; operands of the first node in its arguments stand for whole values."""
@@ -170,6 +174,8 @@ def pointwise(op: PieceOp) -> Whole:
     wholes = [x for x in operands if isinstance(op.operands[x], Whole)]
     if len({node.meta["val"].device for node in (op.first, *wholes)}) > 1:
         raise Unlike  # a number may lie on another device than the tensor it is combined with, a dim of numbers not
+    if any(rank_of(x) == 0 for x in wholes) and len({x.meta["val"].dtype for x in operands}) > 1:
+        raise Unlike  # nor does it count for the dtype that is computed in
     if op.stacked:
         lined = {x: op.lined_up(x, rank) for x in wholes}
         args, kwargs = map_arg((op.first.args, op.first.kwargs), lambda x: lined.get(x, x))
@@ -214,8 +220,8 @@ def reduced(op: PieceOp) -> Whole:
 
 
 def _reduced_to_one(op: PieceOp) -> Whole:
-    target = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}.get(op.first.target)
-    source = op.first.args[0]
+    over_dims = {aten.sum.default: aten.sum.dim_IntList, aten.mean.default: aten.mean.dim}
+    target, source = over_dims.get(op.first.target), op.first.args[0]  # type: ignore[call-overload]
     if target is None or not op.stacked:
         raise Unlike
     dims = list(range(1, rank_of(source) + 1))  # type: ignore[arg-type]
@@ -236,6 +242,8 @@ def embedding(op: PieceOp) -> Whole:
     """Entries of one table."""
     a = arguments(op.first)
     op.shared(a["weight"])
+    if a["scale_grad_by_freq"]:
+        raise Unlike  # the gradient counts how often a token stands in the piece
     return op.again(op.whole(a["indices"]).dim)
 
 
@@ -287,15 +295,15 @@ def squeezed(op: PieceOp) -> Whole:
 
 def permuted(op: PieceOp) -> Whole:
     """Dims in another order."""
-    source = op.first.args[0]
+    source, *asked = op.first.args
     whole, rank = op.only(source), rank_of(source)  # type: ignore[arg-type]
-    if packet(op.first.target) is aten.permute:
-        order = [d % rank for d in op.first.args[1]]  # type: ignore[union-attr, operator]
+    name = packet(op.first.target)
+    if name is aten.permute:
+        order = op.all_dims(asked[0], rank)
     else:
         if rank < 2:
             raise Unlike
-        swapped = op.first.args[1:] if packet(op.first.target) is aten.transpose else (-2, -1)
-        one, two = (d % rank for d in swapped)  # type: ignore[operator]
+        one, two = op.all_dims(asked if name is aten.transpose else (-2, -1), rank)
         order = list(range(rank))
         order[one], order[two] = two, one
     moved = [0, *(d + 1 for d in order)] if op.stacked else order

@@ -158,7 +158,7 @@ def _key(node: fx.Node) -> Any:
     return node.op, node.target, list(node.kwargs), node.meta.get("autocast"), constants
 
 
-_OPERAND = object()
+_OPERAND = "\0"  # no constant of an op
 
 
 def _cut(nodes: Nodes) -> tuple[fx.Node, int, tuple[sympy.Expr, ...]] | None:
@@ -167,7 +167,9 @@ def _cut(nodes: Nodes) -> tuple[fx.Node, int, tuple[sympy.Expr, ...]] | None:
     source = first.args[0] if first.op == "call_function" and first.args else None
     if not isinstance(source, fx.Node):
         return None
-    if any(node.op != "call_function" or node.target is not first.target or node.args[0] is not source for node in nodes):
+    if any(
+        node.op != "call_function" or node.target is not first.target or node.args[0] is not source for node in nodes
+    ):
         return None
     if first.target is operator.getitem:
         return _split(nodes, source)
