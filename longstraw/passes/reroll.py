@@ -135,13 +135,20 @@ class _Loops:
         if len(known) < len(set(operands)) or None in known.values():
             return None
         if not any(isinstance(x, Whole) for x in known.values()):
-            return nodes[0] if is_pure(nodes[0].target) else None  # every pass through the loop computes the same
+            return nodes[0] if _computes_the_same(nodes) else None
         try:
             op = PieceOp(nodes, known)
             whole = rule_for(nodes[0].target)(op)
         except Unlike:
             return None
         return whole if is_whole(op, whole) else None
+
+
+def _computes_the_same(nodes: Nodes) -> bool:
+    """Return whether an op has the same value in every pass through a loop, given operands that do."""
+    if not is_pure(nodes[0].target):
+        return False
+    return not sizes_asked(nodes[0]) or all(shape_of(node) == shape_of(nodes[0]) for node in nodes)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

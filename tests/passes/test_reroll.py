@@ -318,6 +318,12 @@ def parts_of_rows(logits: Tensor, responses: Tensor) -> Tensor:
     )
 
 
+def other_sizes(logits: Tensor, responses: Tensor) -> Tensor:
+    """Constants that are as long as the row's number."""
+    one = torch.ones(1, dtype=logits.dtype)
+    return torch.stack([selected(x, responses[i]) * one.expand(i + 2).sum() for i, x in enumerate(logits)])
+
+
 def noise(logits: Tensor, responses: Tensor) -> Tensor:
     return torch.stack([selected(x + 0 * torch.rand_like(x), y) for x, y in zip(logits, responses, strict=True)])
 
@@ -332,7 +338,7 @@ def joined_along_another_dim(logits: Tensor, responses: Tensor) -> Tensor:
 
 ODD = [
     another_order, some_rows, a_row_twice, the_next_row, the_first_row, the_row_before, other_temperatures, another_op,
-    operands_swapped, softmax_over_rows, ranges_that_overlap, ranges_of_other_rows, parts_of_rows, noise,
+    operands_swapped, softmax_over_rows, ranges_that_overlap, ranges_of_other_rows, parts_of_rows, other_sizes, noise,
     means_of_pieces, joined_along_another_dim,
 ]  # fmt: skip
 
