@@ -155,6 +155,33 @@ def logp_transposed_cross_entropy(model, prompt, responses, mask, old_logp, adva
     return row_mean(clipped(logp, old_logp, advantages), mask)
 
 
+def logp_row_by_row(model, prompt, responses, mask, old_logp, advantages):
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+    logp = torch.stack([selected_logp(row, tokens) for row, tokens in zip(logits, responses, strict=True)])
+    return row_mean(clipped(logp, old_logp, advantages), mask)
+
+
+def logp_in_groups_of_rows(model, prompt, responses, mask, old_logp, advantages):
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+    groups = zip(logits.chunk(2), responses.chunk(2), strict=True)
+    logp = torch.cat([selected_logp(group, tokens) for group, tokens in groups])
+    return row_mean(clipped(logp, old_logp, advantages), mask)
+
+
+def entropy_in_groups_of_tokens(model, prompt, responses, mask, old_logp, advantages):
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+    entropies = []
+    for group in logits.reshape(-1, logits.shape[-1]).split(4):
+        all_logp = F.log_softmax(group, dim=-1)
+        entropies.append(-(all_logp.exp() * all_logp).sum(-1))
+    entropy = torch.cat(entropies).reshape(responses.shape)
+    policy = row_mean(clipped(selected_logp(logits, responses), old_logp, advantages), mask)
+    return policy - 0.01 * token_mean(entropy, mask), entropy.detach()
+
+
 def temperature(model, prompt, responses, mask, old_logp, advantages):
     ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
     logits = model(input_ids=ids, use_cache=False).logits[:, prompt.shape[1] - 1 : -1] / 0.7
@@ -507,6 +534,9 @@ STEPS: dict[str, Step] = {
     "logp_by_cross_entropy": Step(logp_by_cross_entropy),
     "logp_by_cross_entropy_reshape": Step(logp_by_cross_entropy_reshape),
     "logp_transposed_cross_entropy": Step(logp_transposed_cross_entropy),
+    "logp_row_by_row": Step(logp_row_by_row),
+    "logp_in_groups_of_rows": Step(logp_in_groups_of_rows),
+    "entropy_in_groups_of_tokens": Step(entropy_in_groups_of_tokens),
     "temperature": Step(temperature),
     "float32_logp": Step(float32_logp, dtype=torch.float32),
     "entropy_bonus": Step(entropy_bonus),

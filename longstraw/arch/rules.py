@@ -71,11 +71,12 @@ def tensors(value: Any) -> list[fx.Node]:
     return found
 
 
-def emit(graph: fx.Graph, like: fx.Node, op: Any, *args: Any) -> fx.Node:
+def emit(graph: fx.Graph, like: fx.Node, op: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert an op at the graph's insertion point: with the fake value of its result, and `like`'s line and modes."""
-    node = graph.call_function(op, args)
+    node = graph.call_function(op, args, kwargs)
+    fakes, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     with compat.autocast_state(like.meta.get("autocast", ())):
-        node.meta = {**like.meta, "val": op(*fx.node.map_arg(args, lambda n: n.meta["val"]))}
+        node.meta = {**like.meta, "val": op(*fakes, **named)}
     return node
 
 

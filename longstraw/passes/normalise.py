@@ -8,6 +8,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - dropout with p = 0 is gone; an active one is refused;
 - cross entropy is log-softmax and gather, and so is indexing by counting indices;
 - an einsum of queries and keys is a matrix product;
+- a loop over rows, or over pieces of tokens, is one computation of all of them;
 - a selection of keys is one `longstraw.ops.select` node; attention, in every spelling, one `longstraw.ops.attention`.
 """
 
@@ -30,6 +31,7 @@ from longstraw.passes.functional import make_functional
 from longstraw.passes.losses import write_out_losses
 from longstraw.passes.modes import resolve_dtypes, resolve_modes
 from longstraw.passes.products import write_einsums_as_products
+from longstraw.passes.reroll import reroll
 from longstraw.passes.trace import copy_graph
 from longstraw.stages import Normalised, Traced
 
@@ -51,6 +53,7 @@ def normalise(traced: Traced) -> Normalised:
     _gather_where_indices_count(module.graph)
     write_einsums_as_products(module.graph)
     write_out_losses(module.graph)
+    reroll(module.graph)
     _eliminate_dead_code(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
     attention_rule.recognise(module, is_score=_two_token_dims(module.graph))

@@ -133,7 +133,7 @@ def _key(module: fx.GraphModule, node: fx.Node, numbers: dict[fx.Node, int]) -> 
     if torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Value(numbers[n]))
-    return (node.target, _hashable(args), _hashable(kwargs), node.meta.get("autocast"))
+    return (node.target, hashable(args), hashable(kwargs), node.meta.get("autocast"))
 
 
 def _structure(function: fx.GraphModule) -> Any:
@@ -142,7 +142,7 @@ def _structure(function: fx.GraphModule) -> Any:
     keys = []
     for number, node in enumerate(function.graph.nodes):
         if node.op == "output":
-            keys.append(_hashable(map_arg(node.args, lambda n: _Value(numbers[n]))))
+            keys.append(hashable(map_arg(node.args, lambda n: _Value(numbers[n]))))
         else:
             keys.append("input" if node.op == "placeholder" else _key(function, node, numbers))
             numbers[node] = number
@@ -153,14 +153,14 @@ class _Value(int):
     """The number of a node, told apart from a constant by its type."""
 
 
-def _hashable(value: Any) -> Any:
+def hashable(value: Any) -> Any:
     """Return a structure of constants as one that can be compared; 1, 1.0 and True differ."""
     if isinstance(value, dict):
-        return tuple((key, _hashable(x)) for key, x in sorted(value.items()))
+        return tuple((key, hashable(x)) for key, x in sorted(value.items()))
     if isinstance(value, list | tuple):
-        return tuple(_hashable(x) for x in value)
+        return tuple(hashable(x) for x in value)
     if isinstance(value, slice):
-        return ("slice", _hashable((value.start, value.stop, value.step)))
+        return ("slice", hashable((value.start, value.stop, value.step)))
     return (type(value), repr(value) if isinstance(value, float) else value)
 
 
