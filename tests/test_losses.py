@@ -314,6 +314,18 @@ def test_labels_may_be_an_input_of_their_own() -> None:
             assert_same(Tiny(), rows(prompt, responses), responses, weights, function=loss)
 
 
+@pytest.mark.parametrize("group", [3, 8])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_the_model_may_run_on_a_few_rows_at_a_time(group: int, at_once: int) -> None:
+    def in_turn(model, prompt, responses, weights):
+        parts = responses.split(at_once)
+        logp = torch.cat([chosen(response_logits(model, prompt, part), part) for part in parts])
+        return (logp * weights).sum(1).mean()
+
+    torch._dynamo.reset()
+    assert_same(Tiny(), *inputs(group=group), function=in_turn)
+
+
 def test_the_ignored_class_may_be_an_argument() -> None:
     def masked(model, prompt, responses, weights, pad):
         logits = model(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]

@@ -121,7 +121,7 @@ class Reader:
             self.unsupported(
                 user,
                 f"its operand {node.name} has a size that is neither rows nor tokens of the step (all passes of one "
-                "step have rows of one length)",
+                "step have as many rows, of one length)",
             )
         self.read(user, node, located)
         return located

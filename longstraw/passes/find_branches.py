@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from longstraw import compat, ops
-from longstraw.arch import associative
+from longstraw.arch import associative, views
+from longstraw.arch import aten as aten_rules
 from longstraw.arch.rules import arguments, op_name, packet, tensors
 from longstraw.arch.scans import may_mix
 from longstraw.compat import expression
@@ -200,9 +201,9 @@ def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes
             kinds.update(dict.fromkeys(before, "given"))
 
 
-def _is_wide(value: torch.Tensor, sizes: Sizes) -> bool:
-    """Return whether a value has too many numbers per token to be held for all rows and tokens."""
-    return sizes.width(value) > (NARROW if value.is_floating_point() or value.is_complex() else NARROW_INDEX)
+def _is_wide(value: torch.Tensor, sizes: Sizes, parts: int = 1) -> bool:
+    """Return whether a value of so many parts has too many numbers per token to be held for all rows and tokens."""
+    return sizes.width(value) > parts * (NARROW if value.is_floating_point() or value.is_complex() else NARROW_INDEX)
 
 
 def _is_given(node: fx.Node, kinds: dict[fx.Node, str], sizes: Sizes) -> bool:
@@ -214,17 +215,52 @@ def _is_given(node: fx.Node, kinds: dict[fx.Node, str], sizes: Sizes) -> bool:
 
 def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None:
     """Mark narrow region values with no hidden value after them."""
+    joined = _narrow_parts(graph, kinds, sizes)
     leads_on: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         if kinds.get(node) != "region":
             continue
         after = any(user in leads_on for user in node.users)
-        values = _values(node)
-        wide = any(_is_wide(value, sizes) for value in values) or (_mixes(node) and not may_mix(node))
+        wide = not _is_narrow(node, sizes, joined[node]) or (_mixes(node) and not may_mix(node))
         if after or wide:
             leads_on.add(node)
         else:
             kinds[node] = "tail"
+
+
+def _narrow_parts(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> dict[fx.Node, int]:
+    """Return of how many narrow values each region value is joined, as those of rows that the model ran one by one.
+
+    Ops that sum over a dim make something else of them, and start again at 1.
+    """
+    joined: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if kinds.get(node) != "region":
+            continue
+        name = packet(node.target)
+        before = [joined[x] for x in node.all_input_nodes if x in joined]
+        keeps = aten_rules.is_pointwise(node.target) or aten_rules.RULES.get(name) in _KEEP_PARTS
+        joined[node] = max(before, default=1) if keeps else 1
+        if name in (aten.stack, aten.cat):
+            parts = [x for x in tensors(node.args) if x in joined]
+            if all(_is_narrow(x, sizes, joined[x]) for x in parts):
+                joined[node] = sum(joined[x] for x in parts)
+    return joined
+
+
+_KEEP_PARTS = (
+    aten_rules.reduced,
+    aten_rules.like_first,
+    views.reshaped,
+    views.sliced,
+    views.selected,
+    views.concatenated,
+)
+
+
+def _is_narrow(node: fx.Node, sizes: Sizes, parts: int) -> bool:
+    """Return whether a value has few numbers per token for each of the parts that it is joined of."""
+    return not any(_is_wide(value, sizes, parts) for value in _values(node))
 
 
 def _components(graph: fx.Graph, kinds: dict[fx.Node, str]) -> tuple[tuple[fx.Node, ...], ...]:

@@ -128,12 +128,14 @@ class _Inline(fx.Interpreter):
             return inline_forward(
                 forward, kwargs.get("non_differentiable_idx", ()), lambda body: _Inline(body).run(*inputs)
             )
-        return super().call_function(target, args, kwargs)
+        return _with_equal_pieces(target, super().call_function(target, args, kwargs))
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target == "gather":
             _agree_on_sizes(args, kwargs)
-        return args[0] if target == "requires_grad_" else super().call_method(target, args, kwargs)
+        if target == "requires_grad_":
+            return args[0]
+        return _with_equal_pieces(target, super().call_method(target, args, kwargs))
 
 
 def _agree_on_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -145,6 +147,14 @@ def _agree_on_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     table, index = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
     for size, other in zip(table.shape, index.shape, strict=True):
         compat.keep_equal(size, other)
+
+
+def _with_equal_pieces(target: Any, found: Any) -> Any:
+    """Guard on the last piece of a split being as long as the others, if it is in this call: passes of equal rows."""
+    if target in ("split", "chunk", torch.split, torch.functional.split, torch.chunk):
+        for last, first in zip(found[-1].shape, found[0].shape, strict=True):
+            compat.keep_equal(last, first)
+    return found
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
