@@ -138,7 +138,27 @@ def squares_by_einsum(model, prompt, responses, weights):
     return (torch.einsum("...v,...v", logits, logits) * weights).sum() + torch.einsum("grv->gr", logits).mean()
 
 
+def next_token_of_the_row(model, prompt, responses, weights):
+    logp = torch.log_softmax(model(rows(prompt, responses))[:, -1], -1)
+    return (logp[:, 3] * weights[:, 0]).sum()
+
+
+def a_reward_from_the_last_token(model, prompt, responses, weights):
+    last = model.hidden(rows(prompt, responses))[:, -1:].squeeze(1)
+    return F.logsigmoid(model.up(last).mean(-1) * weights[:, 0]).sum()
+
+
+def tokens_one_by_one(model, prompt, responses, weights):
+    at = prompt.shape[1]
+    hidden = model.hidden(rows(prompt, responses))
+    picked = hidden[:, at - 1, :] + hidden[:, 2] * hidden[:, at] + hidden[:, 0]
+    return (model.head(picked)[:, 5] * weights[:, 0]).sum()
+
+
 LOSSES = [
+    next_token_of_the_row,
+    a_reward_from_the_last_token,
+    tokens_one_by_one,
     chosen_by_one_hot,
     chosen_by_indices,
     chosen_by_indices_of_flat_logits,

@@ -164,7 +164,7 @@ def selected(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
-    r.keep(node, source[d], "it takes one entry of that dim; to take one token, keep the dim, as in x[:, -1:]")
+    r.keep(node, source[d], "it takes one entry of that dim")
     return source[:d] + source[d + 1 :]
 
 

@@ -214,18 +214,48 @@ def _is_given(node: fx.Node, kinds: dict[fx.Node, str], sizes: Sizes) -> bool:
 
 
 def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None:
-    """Mark narrow region values with no hidden value after them."""
+    """Mark narrow region values, and values of single tokens, with no hidden value of every token after them."""
+    of_rows = _of_single_tokens(graph, kinds, sizes)
     joined = _narrow_parts(graph, kinds, sizes)
     leads_on: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         if kinds.get(node) != "region":
             continue
         after = any(user in leads_on for user in node.users)
-        wide = not _is_narrow(node, sizes, joined[node]) or (_mixes(node) and not may_mix(node))
+        wide = not (node in of_rows or _is_narrow(node, sizes, joined[node])) or (_mixes(node) and not may_mix(node))
         if after or wide:
             leads_on.add(node)
         else:
             kinds[node] = "tail"
+
+
+def is_single_token(node: fx.Node) -> bool:
+    """Return whether a value is what one token of each row has, without a dim for it: `hidden[:, -1]`."""
+    if packet(node.target) is not aten.squeeze or not isinstance(node.args[0], fx.Node):
+        return False
+    taken = node.args[0]
+    if packet(taken.target) is not aten.slice or node.meta["val"].ndim == taken.meta["val"].ndim:
+        return False
+    dim = arguments(taken)["dim"]
+    return bool(expression(taken.args[0].meta["val"].shape[dim]).free_symbols) and dim in _dropped(node)  # type: ignore[union-attr]
+
+
+def _dropped(squeeze: fx.Node) -> list[int]:
+    rank = squeeze.args[0].meta["val"].ndim  # type: ignore[union-attr]
+    dims = arguments(squeeze).get("dim", range(rank))
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _of_single_tokens(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> set[fx.Node]:
+    """Return hidden values that single tokens have, and what is made of them alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if kinds.get(node) != "region" or any(token_dims(value, sizes) for value in _values(node)):
+            continue
+        before = [x for x in node.all_input_nodes if kinds[x] == "region"]
+        if is_single_token(node) or (before and all(x in found for x in before)):
+            found.add(node)
+    return found
 
 
 def _narrow_parts(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> dict[fx.Node, int]:

@@ -20,6 +20,7 @@ from longstraw.arch import aten as aten_rules
 from longstraw.arch import selection, views
 from longstraw.arch.rules import LayoutRule, Reader, op_name, packet
 from longstraw.errors import DropoutActive, LongstrawError, UnsupportedOp, user_line
+from longstraw.passes.find_branches import is_single_token
 from longstraw.stages import Branched, Located
 
 NO_RULE = "no rule says what it does along the token dim"
@@ -34,8 +35,12 @@ def find_token_dim(step: Branched) -> Located:
     _ask_to_write_out(reader, step, table)
     for node in step.module.graph.nodes:
         kind = kinds.get(node)
-        if kind == "region":
+        if kind == "region" and is_single_token(node):
+            reader.mixes_tokens(node, "it takes one token, and values of other tokens are computed with it")
+        elif kind == "region":
             layouts[node] = _layout(reader, node, table, kinds)
+        elif kind == "tail" and is_single_token(node):
+            continue
         elif kind == "tail" and all(kinds.get(x) != "tail" or x in layouts for x in node.all_input_nodes):
             demands = dict(reader.demands)
             try:

@@ -15,6 +15,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def normalise(traced: Traced) -> Normalised:
     resolve_modes(module.graph)
     _drop_no_ops(module.graph)
     fill_by_size(module.graph)
+    _take_tokens_by_slices(module.graph)
     _narrow_before_expanding(module.graph)
     _gather_where_indices_count(module.graph)
     write_einsums_as_products(module.graph)
@@ -191,6 +193,32 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     if name in (aten.view, aten.reshape, aten._unsafe_view, aten.expand) and before.ndim == after.ndim:
         return operands[0] if _same_sizes(before.shape, after.shape) else None
     return None
+
+
+def _take_tokens_by_slices(graph: fx.Graph) -> None:
+    """Write `hidden[:, i]`, where the dim's size is no number, as a slice of length 1 without its dim."""
+    for node in list(graph.nodes):
+        if (
+            packet(node.target) is not aten.select
+            or node.meta["val"].ndim < 2
+            or not node.meta["val"].dtype.is_floating_point
+        ):
+            continue
+        a = arguments(node)
+        d, at = a["dim"] % a["self"].meta["val"].ndim, a["index"]
+        if d == 0 or not expression(a["self"].meta["val"].shape[d]).free_symbols:
+            continue
+        with graph.inserting_before(node):
+            end: Any
+            if not isinstance(at, fx.Node):
+                end = at + 1 if at != -1 else _END
+            else:
+                end = graph.call_function(operator.add, (at, 1))
+                end.meta = {"val": at.meta["val"] + 1}
+            one = emit(graph, node, aten.slice.Tensor, a["self"], d, at, end)
+            new = emit(graph, node, aten.squeeze.dim, one, d)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def _narrow_before_expanding(graph: fx.Graph) -> None:

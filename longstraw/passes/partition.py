@@ -75,6 +75,10 @@ def _find_results(step: Located, owners: Mapping[fx.Node, set[int]]) -> list[fx.
         per_token = isinstance(node.meta.get("val"), torch.Tensor) and found is not None and window(found) is not None
         return per_token and len(owners[node]) == 1
 
+    def of_one_token(node: fx.Node) -> bool:
+        seen = window(layouts[node])
+        return seen is not None and step.sizes.of(seen) == (1, 1)
+
     values = [
         node
         for node in step.module.graph.nodes
@@ -87,7 +91,7 @@ def _find_results(step: Located, owners: Mapping[fx.Node, set[int]]) -> list[fx.
         is_source=lambda node: kinds[node] == "region",
         is_sink=lambda node: kinds[node] == "tail" and not stays(node),
         is_end=lambda node: kinds[node] == "tail" and any(user.op == "output" for user in node.users),
-        cost=lambda node: _elements(node) if kinds[node] == "tail" else 1 << 50,
+        cost=lambda node: _elements(node) if kinds[node] == "tail" or of_one_token(node) else 1 << 50,
     )
 
 
