@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import stat
 import subprocess
 import sys
 import textwrap
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,72 @@ def test_prefetched_parts_are_what_is_loaded() -> None:
     assert torch.equal(staging.load(whole[:, :, 1:3]), whole[:, :, 1:3])
     whole += 1
     assert torch.equal(staging.load(whole[:, :, 1:3]), whole[:, :, 1:3])  # copied anew
+
+
+class Stream:
+    """What a stream has done or waited for, as CUDA orders it; `Stream.current` is where work goes."""
+
+    current: Stream
+
+    def __init__(self, *_: object) -> None:
+        self.done: set[str] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.done |= other.done
+
+    def wait_event(self, event: Event) -> None:
+        self.done |= event.done
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        before, Stream.current = Stream.current, self
+        yield
+        Stream.current = before
+
+
+class Event:
+    """What its stream had done when it was recorded."""
+
+    def record(self, stream: Stream) -> None:
+        self.done = set(stream.done)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """A device with streams in place of the CPU; gives the copies whose memory another stream was told of."""
+    Stream.current = Stream()
+    told: list[Tensor] = []
+    to, names = Tensor.to, itertools.count()
+
+    def copied(self: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        assert non_blocking
+        Stream.current.done.add(f"copy {next(names)}")
+        return to(self, *args, **kwargs).clone()
+
+    for name, fake in {"Stream": Stream, "Event": Event, "stream": Stream.used}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: told.append(self))
+    monkeypatch.setattr(Tensor, "to", copied)
+    yield told
+
+
+def test_copies_run_on_a_stream_of_their_own_after_writes_and_before_reads(streams: list[Tensor]) -> None:
+    staging = Staging(CPU)
+    staging._stream = side = Stream()  # as for a device of type cuda
+    whole = torch.arange(24.0).reshape(1, 2, 6, 2)
+    Stream.current.done.add("write")
+    staging.prefetch(whole[:, :, :3])
+    assert side.done == {"write", "copy 0"}, "what was written before is what is copied"
+    Stream.current.done.add("compute")
+    assert "copy 0" not in Stream.current.done, "nothing waits for a part before it is read"
+    staging.prefetch(whole[:, :, 3:])
+    first = staging.load(whole[:, :, :3])
+    assert {"write", "compute", "copy 0"} == Stream.current.done, "the part after it may still be on its way"
+    second = staging.load(whole[:, :, 3:])
+    assert "copy 1" in Stream.current.done
+    assert torch.equal(torch.cat([first, second], 2), whole)
+    assert [copy is part for copy, part in zip(streams, (first, second), strict=True)] == [True, True]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
