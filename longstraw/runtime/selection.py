@@ -146,7 +146,8 @@ class _Tile:
             for k0, scores in tile.scores():
                 if whole is None:
                     whole = scores.new_full((rows, q1 - q0, row_tokens), -torch.inf)
-                whole[..., k0 : k0 + scores.shape[2]] = scores
+                # What stands for "not seen" may be finite, and is the same for all such keys in a whole row.
+                whole[..., k0 : k0 + scores.shape[2]] = scores.masked_fill(scores <= UNSEEN, -torch.inf)
             if whole is None:
                 found.append(torch.full((rows, q1 - q0, self.chooser.k), -1, device=self.queries[0].device))
                 continue

@@ -49,12 +49,22 @@ def dense(query: Tensor, weights: Tensor, key: Tensor, k: int) -> Tensor:
     return places.masked_fill(values == -torch.inf, -1)
 
 
-def spans(cuts: list[int], k: int, query: Tensor, weights: Tensor, key: Tensor) -> Tensor:
+class FiniteBlocks(CausalBlocks):
+    """Adds to scores of unseen keys the lowest number that there is, and not minus infinity."""
+
+    def tensor(self, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        seen = super().tensor(q0, q1, k0, k1)
+        return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+
+
+def spans(
+    cuts: list[int], k: int, query: Tensor, weights: Tensor, key: Tensor, blocks: type[CausalBlocks] = CausalBlocks
+) -> Tensor:
     found = []
     for lo, hi in itertools.pairwise([0, *cuts, TOKENS]):
         pieces = [selection.Piece(a, (key[:, :, a:b],)) for a, b in ((0, lo // 2), (lo // 2, lo), (lo, hi)) if a < b]
         queries = [query[:, lo:hi], weights[:, lo:hi]]
-        candidates = selection.Candidates(chooser(k), queries, (), pieces, CausalBlocks(), lo)
+        candidates = selection.Candidates(chooser(k), queries, (), pieces, blocks(), lo)
         found.append(selection.choose(candidates, tokens=hi - lo, row_tokens=TOKENS))
     return torch.cat(found, 1)
 
@@ -70,7 +80,8 @@ def test_choose_equals_topk_of_whole_rows(
     inputs = indexer(ties=ties)
     expected = dense(*inputs, k).sort(-1).values
     for cuts in ([], [1], [7, 8, 30], list(range(5, TOKENS, 5))):
-        assert torch.equal(spans(cuts, k, *inputs).sort(-1).values, expected)
+        for blocks in (CausalBlocks, FiniteBlocks):
+            assert torch.equal(spans(cuts, k, *inputs, blocks).sort(-1).values, expected)
     if ties:  # the rows that ask `topk` are there
         scores = score(*inputs).tril()
         last = scores.topk(k + 1, -1).values
