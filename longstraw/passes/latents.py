@@ -92,7 +92,8 @@ def find_latents(
         return None
     if len({n.meta["layout"][0] for n in cut}) != 1:  # they can't be put side by side
         return None
-    return _build(graph, key, value, cut, [form or "" for form in forms], root)
+    latents = _joined(graph, cut, [form or "" for form in forms], step)
+    return _build(graph, key, value, cut, [form or "" for form in forms], latents, root)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -139,9 +140,14 @@ def _form(node: fx.Node) -> str | None:
 
 
 def _build(
-    graph: fx.Graph, key: fx.Node, value: fx.Node, cut: list[fx.Node], forms: list[str], root: torch.nn.Module
+    graph: fx.Graph,
+    key: fx.Node,
+    value: fx.Node,
+    cut: list[fx.Node],
+    forms: list[str],
+    latents: fx.Node,
+    root: torch.nn.Module,
 ) -> Latents:
-    latents = _joined(graph, cut, forms)
     inner = fx.Graph()
     named = {name: inner.placeholder(name) for name in ("rows", "tokens")}
     env: dict[fx.Node, fx.Node] = {n: named[n.name] for n in graph.nodes if n.name in named}
@@ -186,8 +192,11 @@ def _behind(key: fx.Node, value: fx.Node, cut: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str]) -> fx.Node:
-    """Insert the latents, side by side, after the last of the values that they consist of, in the widest dtype."""
+def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str], step: Located) -> fx.Node:
+    """Insert the latents, side by side, after the last of the values that they consist of, in the widest dtype.
+
+    They count as coming from one that gradients flow through, if there is any: others may be of positions alone.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     at = max(cut, key=order.__getitem__)
     dtype = functools.reduce(torch.promote_types, (node.meta["val"].dtype for node in cut))
@@ -212,7 +221,8 @@ def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str]) -> fx.Node:
         return parts[0]
     width = sum(int(part.meta["val"].shape[-1]) for part in parts)
     layout = (*parts[0].meta["layout"][:-1], ((width, width),))
-    return insert(aten.cat.default, parts, -1, like=parts[0], layout=layout)
+    like = next((part for part in parts if part.meta.get("origin") in step.learns), parts[0])
+    return insert(aten.cat.default, parts, -1, like=like, layout=layout)
 
 
 def _is_linear(graph: fx.Graph, state: fx.Node) -> bool:

@@ -2,8 +2,8 @@
 
 People compute log-probabilities row by row, or a few tokens at a time, to save memory: Python unrolls such a loop, so
 the graph holds k copies of its body. Where a `stack` or a `cat` joins what k copies of the same ops make of the k
-consecutive pieces of a dim, in their order, the ops are applied to the whole dim instead; `arch/pieces.py` says which
-ops can be. Anything else is left as it is: pieces of rows and tokens are then refused.
+consecutive pieces of a dim, in their order, the ops are applied to the whole dim instead; `arch/piece_rules.py` says
+which ops can be. Anything else is left as it is: pieces of rows and tokens are then refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from longstraw.arch.pieces import PieceOp, Unlike, Whole, is_pure, is_whole, rank_of, rule_for, shape_of, sizes_asked
+from longstraw.arch.piece_rules import is_pure, rule_for, sizes_asked
+from longstraw.arch.pieces import PieceOp, Unlike, Whole, is_whole, rank_of, shape_of
 from longstraw.arch.rules import arguments, emit, packet
 from longstraw.compat import expression
 from longstraw.passes.same_passes import hashable

@@ -83,9 +83,12 @@ def test_step_equals_eager_with_attention_written_out(name: str) -> None:
     assert_equal(compare(step, model, inputs, options=OPTIONS), rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_step_of_unmodified_model_equals_eager_to_float32(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "grpo"), ("qwen3_moe", "grpo"), ("qwen3", "positions_only"), ("qwen3", "padded_batch")]
+)
+def test_step_of_unmodified_model_equals_eager_to_float32(name: str, kind: str) -> None:
+    """With positions of each row the state of qwen3 is what keys are built from: hidden values, and the positions'."""
     model = zoo.build(name, float64_inside=False)
-    step = STEPS["grpo"]
+    step = STEPS[kind]
     inputs = step.inputs(model)
     assert_equal(compare(step, model, inputs, options=OPTIONS), rtol=2e-6)
