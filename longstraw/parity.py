@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +69,10 @@ def verify(
 ) -> Parity:
     """Run a step eager and compiled on the same input and compare loss and gradients.
 
-    Parameters, their `.grad`, and the random state are left as they were. The step must return its loss: alone, first
-    in a tuple, or under "loss"; it may also call backward itself. Eager needs the memory that eager needs: use a short
-    prompt.
+    Parameters, their `.grad`, buffers, tensors among the arguments, and the random state are left as they were. Models
+    are looked for in the arguments, in what the step is a method of, and among the values that it closes over. The step
+    must return its loss: alone, first in a tuple, or under "loss"; it may also call backward itself. Eager needs the
+    memory that eager needs: use a short prompt.
 
     Args:
         step: the step, or what `torch.compile` returned for it, whose options are not read.
@@ -82,18 +84,19 @@ def verify(
     """
     chosen = Options.of(options)
     step = getattr(step, "_torchdynamo_orig_callable", step)
-    leaves = dict(_leaves((args, kwargs)))
-    saved = {name: (leaf.grad, leaf.detach().clone()) for name, leaf in leaves.items()}
+    found_values = [*pytree.tree_leaves((args, kwargs)), *_held(step)]
+    leaves = dict(_leaves(found_values))
+    saved = _Saved(found_values, leaves)
     random = torch.get_rng_state()
     torch._dynamo.reset()
     try:
         eager_loss, expected = _run(step, args, kwargs, leaves)
-        _restore(leaves, saved)
+        saved.restore()
         torch.set_rng_state(random)
         recorder = Recorder(chosen)
         loss, found = _run(torch.compile(step, backend=recorder), args, kwargs, leaves)
     finally:
-        _restore(leaves, saved)
+        saved.restore()
         torch.set_rng_state(random)
         torch._dynamo.reset()
     return _compare(eager_loss, loss, expected, found, leaves, chosen.prompt_grad, _precision(recorder, leaves))
@@ -106,20 +109,69 @@ def _precision(recorder: Recorder, leaves: Mapping[str, Tensor]) -> float:
         located = program.step.partitioned.step
         values = (node.meta.get("val") for node in located.layouts)
         dtypes |= {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
-def _leaves(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that can get a gradient, with its name."""
+def _held(step: Callable[..., Any]) -> list[Any]:
+    """Return the modules that a step reaches otherwise than by its arguments."""
+    owner = getattr(step, "__self__", None)
+    cells = [
+        cell.cell_contents for cell in getattr(inspect.unwrap(step), "__closure__", None) or () if _is_filled(cell)
+    ]
+    values = [owner, *(getattr(owner, "__dict__", {}) or {}).values(), *cells]
+    return [value for value in values if isinstance(value, torch.nn.Module)]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that can get a gradient, with a name; what several models have is numbered."""
     seen: set[int] = set()
-    for i, value in enumerate(pytree.tree_leaves(inputs)):
+    used: set[str] = set()
+    models = 0
+    for i, value in enumerate(values):
         if isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+            new = [(name, x) for name, x in value.named_parameters() if id(x) not in seen]
+            models += bool(new)
+            for name, parameter in new:
+                seen.add(id(parameter))
+                unique = f"{name} (of model {models})" if name in used else name
+                used.add(unique)
+                yield unique, parameter
         elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
             yield f"input {i}", value
+
+
+class _Saved:
+    """What a step may change, as it was.
+
+    Args:
+        values: tensors and modules.
+        leaves: those that can get a gradient, by name.
+    """
+
+    def __init__(self, values: Sequence[Any], leaves: Mapping[str, Tensor]) -> None:
+        modules = [part for value in values if isinstance(value, torch.nn.Module) for part in value.modules()]
+        self._buffers = [(part, name, x) for part in modules for name, x in part.named_buffers(recurse=False)]
+        tensors = [*(x for *_, x in self._buffers), *(x for x in values if isinstance(x, Tensor)), *leaves.values()]
+        self._data = [(x, x.detach().clone()) for x in tensors]
+        self._grads = [(x, x.grad) for x in leaves.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        for part, name, buffer in self._buffers:
+            setattr(part, name, buffer)
+        for tensor, value in self._data:
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
+        for leaf, grad in self._grads:
+            leaf.grad = grad
 
 
 def _run(
@@ -144,15 +196,6 @@ def _loss(returned: Any) -> Tensor:
     return loss
 
 
-def _restore(leaves: Mapping[str, Tensor], saved: Mapping[str, tuple[Tensor | None, Tensor]]) -> None:
-    with torch.no_grad():
-        for name, leaf in leaves.items():
-            grad, value = saved[name]
-            leaf.grad = grad
-            if not torch.equal(leaf, value):
-                leaf.copy_(value)
-
-
 def _compare(
     eager_loss: float,
     loss: float,
@@ -166,7 +209,10 @@ def _compare(
         n: (e.double(), f.double()) for n in leaves if (e := expected[n]) is not None and (f := found[n]) is not None
     }
     if not both:
-        raise ValueError("No parameter got a gradient from the step: there is nothing to compare.")
+        raise ValueError(
+            "No parameter got a gradient from the step: there is nothing to compare. Pass the model as an argument of "
+            "the step, or let the step be a method of what has it."
+        )
     missing = tuple(n for n in leaves if (expected[n] is None) != (found[n] is None))
     floor = 1e-4 * max(float(e.norm()) for e, _ in both.values())
     errors = {n: float((f - e).norm()) / max(float(e.norm()), floor, 1e-300) for n, (e, f) in both.items()}

@@ -133,6 +133,22 @@ def classes_with_weights_and_soft_targets(model, prompt, responses, weights):
     return (losses * weights.flatten()).sum()
 
 
+def likeness_to_embeddings(model, prompt, responses, weights):
+    hidden = model.hidden(rows(prompt, responses))[:, prompt.shape[1] - 1 : -1]
+    return (torch.einsum("grd,grd->gr", hidden, model.table(responses)) * weights).sum()
+
+
+def one_hot_by_einsum(model, prompt, responses, weights):
+    logp = torch.log_softmax(response_logits(model, prompt, responses), -1)
+    return (torch.einsum("grv,grv->gr", logp, F.one_hot(responses, VOCABULARY).to(logp)) * weights).sum()
+
+
+def one_hot_by_matmul(model, prompt, responses, weights):
+    logp = torch.log_softmax(response_logits(model, prompt, responses), -1)[..., None, :]
+    chosen = logp @ F.one_hot(responses, VOCABULARY).to(logp)[..., None]
+    return (chosen.squeeze(-1).squeeze(-1) * weights).sum()
+
+
 def squares_by_einsum(model, prompt, responses, weights):
     logits = response_logits(model, prompt, responses)
     return (torch.einsum("...v,...v", logits, logits) * weights).sum() + torch.einsum("grv->gr", logits).mean()
@@ -168,6 +184,9 @@ LOSSES = [
     classes_with_weights,
     classes_with_weights_and_smoothing,
     classes_with_weights_and_soft_targets,
+    likeness_to_embeddings,
+    one_hot_by_einsum,
+    one_hot_by_matmul,
     squares_by_einsum,
     cut_last,
     cut_last_and_weighted,

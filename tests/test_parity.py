@@ -66,3 +66,47 @@ def test_numbers_are_checked_at_the_first_call(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Leaves, "gradient", lambda self, node: gradient(self, node) * 1.001)
     with pytest.raises(NumbersDiffer, match="differs from eager"):
         torch.compile(step, backend="longstraw", options={"check": "numbers"})(Tiny(), *inputs())
+
+
+def test_verify_tells_models_apart_that_have_the_same_names() -> None:
+    policy, reference = Tiny(), Tiny().requires_grad_(False)
+
+    def with_reference(policy, reference, prompt, responses, weights):
+        return step(policy, prompt, responses, weights) - step(reference, prompt, responses, weights)
+
+    assert longstraw.verify(with_reference, policy, reference, *inputs()).ok
+    assert all(p.grad is None for p in policy.parameters())
+    assert longstraw.verify(with_reference, policy, Tiny(inner=20), *inputs()).ok
+
+
+def test_verify_finds_models_that_the_step_holds() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = Tiny()
+
+        def loss(self, *args):
+            return step(self.model, *args)
+
+    model = Tiny()
+    assert longstraw.verify(Trainer().loss, *inputs()).ok
+    assert longstraw.verify(lambda *args: step(model, *args), *inputs()).ok
+    with pytest.raises(ValueError, match="Pass the model as an argument"):
+        longstraw.verify(lambda weights: weights.sum().requires_grad_(), inputs()[2])
+
+
+def test_verify_gives_both_sides_the_same_buffers_and_inputs() -> None:
+    class Baseline(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("baseline", torch.ones((), dtype=torch.float64))
+
+    def moving(model, prompt, responses, weights):
+        loss = step(model, prompt, responses, weights - model.baseline.clone())
+        model.baseline.mul_(0.9).add_(0.1 * weights.mean())
+        weights.zero_()
+        return loss
+
+    model, args = Baseline(), inputs()
+    before = args[2].clone()
+    assert longstraw.verify(moving, model, *args).ok
+    assert model.baseline == 1 and torch.equal(args[2], before)

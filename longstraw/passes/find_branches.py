@@ -309,7 +309,27 @@ def _components(graph: fx.Graph, kinds: dict[fx.Node, str]) -> tuple[tuple[fx.No
         for operand in node.all_input_nodes:
             if kinds.get(operand) == "region":
                 leader[find(operand)] = find(node)
+    for one, other in _met_by_results(graph, kinds, {node: find(node) for node in region}):
+        leader[find(one)] = find(other)
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in region:
         groups.setdefault(find(node), []).append(node)
     return tuple(tuple(group) for group in groups.values())
+
+
+def _met_by_results(
+    graph: fx.Graph, kinds: dict[fx.Node, str], leader: dict[fx.Node, fx.Node]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Return the sets without a mixing op, such as embeddings of labels, each with the pass that its values meet.
+
+    They meet in narrow values; a set that meets several passes is no part of any.
+    """
+    mixing = {leader[node] for node in leader if _mixes(node)}
+    reach: dict[fx.Node, set[fx.Node]] = {node: {one} for node, one in leader.items()}
+    met: dict[fx.Node, set[fx.Node]] = {one: set() for one in leader.values() if one not in mixing}
+    for node in graph.nodes:
+        if kinds.get(node) == "tail":
+            reach[node] = set().union(*(reach.get(x, set()) for x in node.all_input_nodes))
+            for one in reach[node] - mixing:
+                met[one] |= reach[node] & mixing
+    return [(one, next(iter(found))) for one, found in met.items() if len(found) == 1]

@@ -20,6 +20,7 @@ from longstraw.arch.rules import op_name
 from longstraw.errors import WideResult, user_line
 from longstraw.layout import bytes_per_token, is_dispatched, window
 from longstraw.passes.carve import carve, computed_bytes
+from longstraw.passes.find_branches import NARROW
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Head, Located, Partitioned, Segment
@@ -31,16 +32,16 @@ def partition(step: Located) -> Partitioned:
     output = next(iter(reversed(graph.nodes)))
     for node in output.all_input_nodes:
         if step.kinds.get(node) == "region":
-            raise WideResult(
-                f"The step returns {op_name(node)}, hidden values of every token: {_shape(node)}.",
-                where=user_line(node.meta.get("stack_trace")),
-                remedy="Return per-token numbers (log-probabilities, entropies) or reductions of them. If you did not "
-                "mean to return it, Dynamo broke the step here (TORCH_LOGS=graph_breaks shows why), or the model keeps "
-                "it for its next call: pass use_cache=False. Compile the function that computes the loss, not the "
-                "model.",
-            )
+            raise _wide(node, "The step returns")
     owners = _owners(step)
     results = _find_results(step, owners)
+    for node in results:
+        if (
+            step.kinds[node] == "region"
+            and step.sizes.width(node.meta["val"]) > NARROW
+            and not _is_one_token(step, node)
+        ):
+            raise _wide(node, "The loss is made of")
     segments = []
     for number, (branch, passes) in enumerate(zip(step.branches, step.passes, strict=True)):
         mine = tuple(node for node in results if owners[node] == {number})
@@ -48,6 +49,21 @@ def partition(step: Located) -> Partitioned:
             segments.append(_segment(step, branch, mine, passes))
     found = [node for segment in segments for node in segment.results]
     return Partitioned(step, tuple(segments), extract(step.module, outputs=output.args[0], stops=found))
+
+
+def _wide(node: fx.Node, who: str) -> WideResult:
+    return WideResult(
+        f"{who} {op_name(node)}, hidden values of every token: {_shape(node)}.",
+        where=user_line(node.meta.get("stack_trace")),
+        remedy="Return per-token numbers (log-probabilities, entropies) or reductions of them. If you did not mean to "
+        "return it, Dynamo broke the step here (TORCH_LOGS=graph_breaks shows why), or the model keeps it for its next "
+        "call: pass use_cache=False. Compile the function that computes the loss, not the model.",
+    )
+
+
+def _is_one_token(step: Located, node: fx.Node) -> bool:
+    seen = window(step.layouts[node])
+    return seen is not None and step.sizes.of(seen) == (1, 1)
 
 
 def _shape(node: fx.Node) -> str:
@@ -71,13 +87,11 @@ def _find_results(step: Located, owners: Mapping[fx.Node, set[int]]) -> list[fx.
 
     def stays(node: fx.Node) -> bool:
         """Return whether a segment could compute this node."""
-        found = layouts.get(node)
-        per_token = isinstance(node.meta.get("val"), torch.Tensor) and found is not None and window(found) is not None
+        found, value = layouts.get(node), node.meta.get("val")
+        if found and isinstance(value, (tuple, list)):
+            found, value = found[0], value[0]
+        per_token = isinstance(value, torch.Tensor) and found is not None and window(found) is not None
         return per_token and len(owners[node]) == 1
-
-    def of_one_token(node: fx.Node) -> bool:
-        seen = window(layouts[node])
-        return seen is not None and step.sizes.of(seen) == (1, 1)
 
     values = [
         node
@@ -91,7 +105,7 @@ def _find_results(step: Located, owners: Mapping[fx.Node, set[int]]) -> list[fx.
         is_source=lambda node: kinds[node] == "region",
         is_sink=lambda node: kinds[node] == "tail" and not stays(node),
         is_end=lambda node: kinds[node] == "tail" and any(user.op == "output" for user in node.users),
-        cost=lambda node: _elements(node) if kinds[node] == "tail" or of_one_token(node) else 1 << 50,
+        cost=lambda node: _elements(node) if kinds[node] == "tail" or _is_one_token(step, node) else 1 << 50,
     )
 
 
@@ -150,6 +164,7 @@ def _find_frontier(
         if node not in wanted:
             wanted.add(node)
             stack.extend(x for x in node.all_input_nodes if step.kinds.get(x) in ("region", "tail"))
+    partial = _of_windows(step)
     after = [n for n in step.module.graph.nodes if n in wanted and n not in body and _is_tensor(n)]
     if not after:
         return tuple(n for n in branch if n in wanted and any(u in results or u in wanted for u in n.users))[-1:]
@@ -162,9 +177,11 @@ def _find_frontier(
                 if n in wanted and (n not in body or any(u in wanted and u not in body for u in n.users))
             ],
             users=lambda n: [u for u in n.users if u in wanted],
-            is_source=lambda n: n in body or not any(step.kinds.get(x) == "region" for x in n.all_input_nodes),
+            is_source=lambda n: (
+                n in body or not (n in partial or any(step.kinds.get(x) == "region" for x in n.all_input_nodes))
+            ),
             is_sink=lambda n: n is widest,
-            cost=lambda n: _cost(n, step.layouts.get(n)),
+            cost=lambda n: 1 << 40 if n in partial else _cost(n, step.layouts.get(n)),
             near_sink=True,
         )
     )
@@ -180,6 +197,20 @@ def _find_frontier(
         else:
             stack.extend(x for x in node.all_input_nodes if step.kinds.get(x) in ("region", "tail"))
     return tuple(n for n in step.module.graph.nodes if n in reached)
+
+
+def _of_windows(step: Located) -> set[fx.Node]:
+    """Return what is computed from inputs with an entry for each token of a window only: it can't run on others."""
+    read = {
+        user
+        for (user, _), layout in step.demands.items()
+        if (seen := window(layout)) is not None and step.sizes.of(seen) != step.sizes.tokens
+    }
+    found: set[fx.Node] = set()
+    for node in step.module.graph.nodes:
+        if node in read or any(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _cost(node: fx.Node, layout: Any) -> int:

@@ -7,11 +7,15 @@ that are computed after a backward from values before it move into that backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+
+from longstraw import compat
+from longstraw.errors import UnsupportedOp, user_line
 
 
 def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphModule], Callable[..., Any]]) -> Any:
@@ -24,6 +28,7 @@ def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphMo
     if not any(_is_backward(node) for node in gm.graph.nodes):
         return compile_piece(gm)
     pieces = _assign(gm.graph)
+    _check_order(gm.graph, pieces)
     outer = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     root = torch.nn.Module()
@@ -33,8 +38,7 @@ def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphMo
     for node in gm.graph.nodes:
         if node in pieces and REST not in pieces[node]:
             continue
-        needed = max((p for x in node.all_input_nodes for p in pieces.get(x, ())), default=REST)
-        while placed <= needed:
+        while placed <= _needed(node, pieces):
             _place(gm, placed, pieces, outer, env, root, compile_piece)
             placed += 1
         env[node] = outer.node_copy(node, env.__getitem__)
@@ -42,6 +46,53 @@ def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphMo
 
 
 REST = -1
+
+
+def _needed(node: fx.Node, pieces: Mapping[fx.Node, set[int]]) -> int:
+    """Return the last piece that must have run before a node of the outer graph."""
+    return max((p for x in node.all_input_nodes for p in pieces.get(x, ())), default=REST)
+
+
+def _check_order(graph: fx.Graph, pieces: Mapping[fx.Node, set[int]]) -> None:
+    """Refuse a write to an input that would run before or after a read of it that it runs after or before in eager."""
+    times: dict[fx.Node, tuple[int, int]] = {}
+    placed = 0
+    for now, node in enumerate(graph.nodes):
+        if node in pieces and REST not in pieces[node]:
+            continue
+        while placed <= _needed(node, pieces):
+            members = [n for n in graph.nodes if placed in pieces.get(n, ())]
+            times.update((n, (now, i)) for i, n in enumerate(members))
+            placed += 1
+        times[node] = (now, len(graph.nodes))
+    accesses: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node in times and _is_computed(node):
+            for memory in _read(node):
+                accesses.setdefault(memory, []).append(node)
+    for memory, nodes in accesses.items():
+        for first, second in itertools.combinations(nodes, 2):
+            one, other = (_writes(x) and _written(x) == memory for x in (first, second))
+            if (one or other) and times[first] > times[second]:
+                write = first if one else second
+                raise UnsupportedOp(
+                    f"{_name(write)} changes an input of the step that is also read before a backward call, and the "
+                    "order of the two would not be kept.",
+                    where=user_line(write.meta.get("stack_trace")),
+                    remedy="Change it after the last backward call, or change a copy of it.",
+                )
+
+
+def _read(node: fx.Node) -> set[int]:
+    """Return the memories of the tensors that a node reads."""
+    values = (x.meta.get("example_value") for x in node.all_input_nodes)
+    return {compat.memory(value) for value in values if isinstance(value, torch.Tensor)}
+
+
+def _written(node: fx.Node) -> int | None:
+    """Return the memory that an in-place op changes."""
+    value = node.all_input_nodes[0].meta.get("example_value") if node.all_input_nodes else None
+    return compat.memory(value) if isinstance(value, torch.Tensor) else None
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -74,8 +125,8 @@ def _is_computed(node: fx.Node) -> bool:
 
 def _assign(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     """Return for each computed node the piece that it belongs to, or REST; switches may belong to several."""
-    tainted = _after_gradients(graph)
     wanted = _ancestors(node for node in graph.nodes if _is_backward(node))
+    tainted = _after_gradients(graph, {m for node in wanted if _is_computed(node) for m in _read(node)})
     total = sum(_is_backward(node) for node in graph.nodes)
     pieces: dict[fx.Node, set[int]] = {}
     interval = 0
@@ -103,8 +154,15 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _after_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Return the backward nodes, what depends on them, and what is written with them or outside the graph."""
+def _after_gradients(graph: fx.Graph, before_losses: set[int]) -> set[fx.Node]:
+    """Return the backward nodes, what depends on them, and what is written with them or outside the graph.
+
+    What is written to an input is not among them if losses read it, too, and no gradient is needed for it.
+
+    Args:
+        graph: Dynamo's.
+        before_losses: memories that losses are computed from.
+    """
     tainted: set[fx.Node] = set()
     before = -1
     while len(tainted) != before:
@@ -113,7 +171,8 @@ def _after_gradients(graph: fx.Graph) -> set[fx.Node]:
             if not _is_computed(node):
                 continue
             inputs = node.all_input_nodes
-            if _writes(node) and inputs and (not _is_computed(inputs[0]) or any(x in tainted for x in inputs)):
+            outside = bool(inputs) and not _is_computed(inputs[0]) and _written(node) not in before_losses
+            if _writes(node) and inputs and (outside or any(x in tainted for x in inputs)):
                 tainted.update(x for x in (node, inputs[0]) if _is_computed(x))
             elif _is_backward(node) or any(x in tainted for x in inputs):
                 tainted.add(node)

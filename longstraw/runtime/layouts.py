@@ -61,6 +61,7 @@ def take(
     """
     parts = place.apart(value, num_rows, covers[1] - covers[0])
     if place.token_dim is not None:
+        assert covers[0] <= lo <= hi <= covers[1], "a value is read for tokens that it has nothing for"
         parts = parts.narrow(place.token_dim, lo - covers[0], hi - lo)
     if place.row_dim is not None and rows is not None:
         parts = _rows(parts, place.row_dim, rows)

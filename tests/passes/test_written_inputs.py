@@ -65,6 +65,57 @@ def test_a_step_may_write_to_its_inputs() -> None:
     torch.testing.assert_close(grads, eager_grads, rtol=1e-10, atol=1e-12)
 
 
+def clone_and_write(model, prompt, responses, weights):
+    loss = step(model, prompt, responses, weights.clone())
+    weights.mul_(2)
+    loss.backward()
+    return loss.detach()
+
+
+def moving_baseline(model, prompt, responses, weights):
+    loss = step(model, prompt, responses, weights - weights[0, 0].clone())
+    weights[0].mul_(0.9).add_(0.1 * weights.mean())
+    total = weights.sum()
+    loss.backward()
+    return loss.detach() + total
+
+
+def write_what_the_model_says(model, prompt, responses, weights):
+    loss = step(model, prompt, responses, weights.clone())
+    weights.add_(loss.detach())
+    (loss * weights.clone().mean()).backward()
+    return loss.detach()
+
+
+def write_between_two(model, prompt, responses, weights):
+    step(model, prompt, responses, weights.clone()).backward()
+    weights.mul_(3)
+    loss = step(model, prompt, responses, weights.clone())
+    loss.backward()
+    return loss.detach() + weights.sum()
+
+
+@pytest.mark.parametrize("function", [clone_and_write, moving_baseline, write_what_the_model_says, write_between_two])
+def test_writes_keep_their_place_before_a_backward_inside(function) -> None:
+    outcomes = []
+    for run in (function, compiled(function)):
+        model, (prompt, responses, weights) = Tiny(), inputs()
+        losses = [run(model, prompt, responses, weights).clone() for _ in range(2)]
+        outcomes.append([*losses, weights, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-10, atol=1e-11)
+
+
+def test_a_write_whose_place_is_lost_is_refused() -> None:
+    def reads_before_the_gradients_write(model, prompt, responses, weights):
+        step(model, prompt, responses, weights).backward()
+        old = weights.clone()
+        weights.add_(model.head.bias.grad.mean())
+        step(model, prompt, responses, old + weights.clone()).backward()
+
+    with pytest.raises(UnsupportedOp, match="the order of the two would not be kept"):
+        compiled(reads_before_the_gradients_write)(Tiny(), *inputs())
+
+
 def test_nothing_is_written_by_a_step_that_fails() -> None:
     class Later(Counting):
         def attend(self, x: Tensor) -> Tensor:
