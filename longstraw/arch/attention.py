@@ -160,7 +160,7 @@ def _step_up(
     operands = tensors(node.args)
     if name in (aten.sub, aten.subtract) and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
         return operands[0]  # softmax(x - max(x)) = softmax(x)
-    scored = [x for x in operands if is_score(x) and selection.reaches_product(x)]
+    scored = [x for x in operands if is_score(x) and filled_with(x) is None and selection.reaches_product(x)]
     if len(set(scored)) != 1 or not (is_pointwise(node.target) or name in (aten.where, aten.masked_fill)):
         _give_up(softmax, f"{name} stands between the scores and the softmax")
     scores = scored[0]
@@ -181,6 +181,8 @@ def _step_up(
         found.masks.append(_as_mask(node, a["mask"], a["value"], keep_where=False))
     elif name is aten.where and not found.steps and node.args[1] is scores:
         found.masks.append(_as_mask(node, node.args[0], node.args[2], keep_where=True))
+    elif name is aten.where and not found.steps and node.args[2] is scores:
+        found.masks.append(_as_mask(node, node.args[0], node.args[1], keep_where=False))
     else:
         found.steps.append(node)
     return scores

@@ -128,7 +128,7 @@ def sliced(r: Reader, node: fx.Node) -> Layout:
     dim = source[d]
     if not (has(dim, Tokens) or has(dim, Rows)) and not r.sizes.is_static(r.shape(node)[d]):
         r.unsupported(
-            node, "it cuts a trained table to the number of tokens: look positions up with F.embedding instead"
+            node, "it cuts a table that learns to the number of tokens: look positions up with F.embedding instead"
         )
     if not (has(dim, Tokens) or has(dim, Rows)) or r.shape(node)[d] == r.sizes.of_dim(dim):
         size = r.shape(node)[d]

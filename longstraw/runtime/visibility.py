@@ -114,7 +114,9 @@ class Visibility:
                 raise UnsupportedMask(
                     "Attention lets a token see later tokens: the model is not causal.",
                     where=site.line,
-                    remedy="longstraw needs causal attention; pass a causal mask, or set the model's config to causal.",
+                    remedy="longstraw needs causal attention: pass a causal mask, or set the model's config to causal. "
+                    "A mask that is added to the scores must be -inf, or the lowest number of its dtype, for later "
+                    "tokens: a key with -1e9 is seen, by a query that sees no other.",
                 )
 
     def _check_factors(self) -> None:

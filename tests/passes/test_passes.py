@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +101,41 @@ def test_normalise_recognises_attention_by_einsum(heads_last: bool, scores: str,
     module = records(step, ByEinsum(), *inputs())["normalise"].module
     assert sum(node.target is longstraw.ops.attention for node in module.graph.nodes) == 1
     assert_same(ByEinsum(), *inputs())
+
+
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda scores, later: torch.where(later, float("-inf"), scores),
+        lambda scores, later: torch.where(later, torch.full_like(scores, -1e9), scores),
+        lambda scores, later: torch.where(~later, scores, torch.finfo(scores.dtype).min),
+        lambda scores, later: scores + torch.where(later, float("-inf"), 0.0),
+    ],
+)
+def test_normalise_recognises_masks_by_where(masked: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class ByWhere(Tiny):
+        def attend(self, x: Tensor) -> Tensor:
+            q, v = (self.heads(f(x), KEY_HEADS) for f in (self.key, self.value))
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return (masked(q @ q.mT / 2, later).softmax(-1) @ v).repeat_interleave(2, 1)
+
+    assert_same(ByWhere(), *inputs())
+
+
+def test_tables_of_positions_may_be_cut_to_the_length_of_the_row() -> None:
+    class Rotary(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            angles = torch.outer(torch.arange(64.0), torch.linspace(0.1, 1, WIDTH)).double()
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin()[None, :, None])
+
+        def heads(self, x: Tensor, count: int) -> Tensor:
+            x = x * self.cos[: x.shape[1], : x.shape[-1]]
+            heads = x.view(*x.shape[:2], count, -1)
+            return (heads + heads.flip(-1) * self.sin[:, : x.shape[1], :, : heads.shape[-1]]).transpose(1, 2)
+
+    assert_same(Rotary(), *inputs(), span_tokens=4)
 
 
 def test_composite_ops_without_a_rule_are_traced_as_what_they_are_made_of() -> None:
