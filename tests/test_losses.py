@@ -171,7 +171,13 @@ def tokens_one_by_one(model, prompt, responses, weights):
     return (model.head(picked)[:, 5] * weights[:, 0]).sum()
 
 
+def head_of_the_last_token(model, prompt, responses, weights):
+    logp = torch.log_softmax(model.head(model.hidden(rows(prompt, responses))[:, -1:] * 2), -1)
+    return (logp[:, -1, 4] * weights[:, 0]).sum() + logp[:, 0].exp().mean()
+
+
 LOSSES = [
+    head_of_the_last_token,
     next_token_of_the_row,
     a_reward_from_the_last_token,
     tokens_one_by_one,

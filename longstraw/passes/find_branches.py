@@ -241,11 +241,24 @@ def is_single_token(node: fx.Node) -> bool:
     """Return whether a value is what one token of each row has, without a dim for it: `hidden[:, -1]`."""
     if packet(node.target) is not aten.squeeze or not isinstance(node.args[0], fx.Node):
         return False
-    taken = node.args[0]
-    if packet(taken.target) is not aten.slice or node.meta["val"].ndim == taken.meta["val"].ndim:
-        return False
-    dim = arguments(taken)["dim"]
-    return bool(expression(taken.args[0].meta["val"].shape[dim]).free_symbols) and dim in _dropped(node)  # type: ignore[union-attr]
+    return any(_has_one_token(node.args[0], dim) for dim in _dropped(node))
+
+
+def _has_one_token(node: fx.Node, dim: int) -> bool:
+    """Return whether a dim of size 1 goes back to a slice of a dim whose size is no number."""
+    rank, seen, stack = node.meta["val"].ndim, set[fx.Node](), [node]
+    while stack:
+        at = stack.pop()
+        value = at.meta.get("val")
+        if at in seen or not isinstance(value, torch.Tensor) or value.ndim != rank or expression(value.shape[dim]) != 1:
+            continue
+        seen.add(at)
+        if packet(at.target) is aten.slice and arguments(at)["dim"] % rank == dim:
+            source: Any = at.args[0]
+            if expression(source.meta["val"].shape[dim]).free_symbols:
+                return True
+        stack.extend(at.all_input_nodes)
+    return False
 
 
 def _dropped(squeeze: fx.Node) -> list[int]:

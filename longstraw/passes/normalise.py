@@ -196,7 +196,7 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
 
 
 def _take_tokens_by_slices(graph: fx.Graph) -> None:
-    """Write `hidden[:, i]`, where the dim's size is no number, as a slice of length 1 without its dim."""
+    """Write `hidden[:, i]`, where the dim's size is no number (or 1), as a slice of length 1 without its dim."""
     for node in list(graph.nodes):
         if (
             packet(node.target) is not aten.select
@@ -206,7 +206,8 @@ def _take_tokens_by_slices(graph: fx.Graph) -> None:
             continue
         a = arguments(node)
         d, at = a["dim"] % a["self"].meta["val"].ndim, a["index"]
-        if d == 0 or not expression(a["self"].meta["val"].shape[d]).free_symbols:
+        size = expression(a["self"].meta["val"].shape[d])
+        if d == 0 or not (size.free_symbols or size == 1):
             continue
         with graph.inserting_before(node):
             end: Any
@@ -215,7 +216,7 @@ def _take_tokens_by_slices(graph: fx.Graph) -> None:
             else:
                 end = graph.call_function(operator.add, (at, 1))
                 end.meta = {"val": at.meta["val"] + 1}
-            one = emit(graph, node, aten.slice.Tensor, a["self"], d, at, end)
+            one = a["self"] if size == 1 else emit(graph, node, aten.slice.Tensor, a["self"], d, at, end)
             new = emit(graph, node, aten.squeeze.dim, one, d)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
