@@ -150,8 +150,9 @@ def _agree_on_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _with_equal_pieces(target: Any, found: Any) -> Any:
-    """Guard on the last piece of a split being as long as the others, if it is in this call: passes of equal rows."""
-    if target in ("split", "chunk", torch.split, torch.functional.split, torch.chunk):
+    """Guard on the last piece of split ids being as long as the others, if it is in this call: passes of equal rows."""
+    splits = target in ("split", "chunk", torch.split, torch.functional.split, torch.chunk)
+    if splits and not found[0].is_floating_point():
         for last, first in zip(found[-1].shape, found[0].shape, strict=True):
             compat.keep_equal(last, first)
     return found
