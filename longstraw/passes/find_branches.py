@@ -175,15 +175,20 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
         return "block"
     if not symbolic:
         return "light" if sizes.width(values[0]) <= _SMALL_CONSTANT else "invariant"
-    if wide and _cuts_a_table(node):
+    if wide and _cuts_a_table(node, sizes):
         return "given"
     return "region" if wide else "light"
 
 
-def _cuts_a_table(node: fx.Node) -> bool:
-    """Return whether a table of positions that doesn't learn, as of a rotary embedding, is cut to the row's length."""
+def _cuts_a_table(node: fx.Node, sizes: Sizes) -> bool:
+    """Return whether a table of positions that doesn't learn, as of a rotary embedding, is cut to the row's length.
+
+    A mask is cut so in two dims, one after the other.
+    """
     source = node.args[0] if packet(node.target) in (aten.slice, aten.narrow) else None
-    return isinstance(source, fx.Node) and not any(expression(size).free_symbols for size in source.meta["val"].shape)
+    if not isinstance(source, fx.Node) or any(expression(size).free_symbols for size in source.meta["val"].shape):
+        return False
+    return not any(token_dims(value, sizes) > 1 for user in node.users for value in _values(user))
 
 
 def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None:
