@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +72,7 @@ def verify(
     """Run a step eager and compiled on the same input and compare loss and gradients.
 
     Parameters, their `.grad`, buffers, tensors among the arguments, and the random state are left as they were. Models
-    are looked for in the arguments, in what the step is a method of, and among the values that it closes over. The step
+    are looked for in the arguments, in what the step is a method of, and among the names that its code reads. The step
     must return its loss: alone, first in a tuple, or under "loss"; it may also call backward itself. Eager needs the
     memory that eager needs: use a short prompt.
 
@@ -112,21 +114,18 @@ def _precision(recorder: Recorder, leaves: Mapping[str, Tensor]) -> float:
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
-def _held(step: Callable[..., Any]) -> list[Any]:
+def _held(step: Callable[..., Any]) -> list[torch.nn.Module]:
     """Return the modules that a step reaches otherwise than by its arguments."""
+    if isinstance(step, functools.partial):
+        values = [*step.args, *step.keywords.values()]
+        return [*(value for value in values if isinstance(value, torch.nn.Module)), *_held(step.func)]
     owner = getattr(step, "__self__", None)
-    cells = [
-        cell.cell_contents for cell in getattr(inspect.unwrap(step), "__closure__", None) or () if _is_filled(cell)
-    ]
-    values = [owner, *(getattr(owner, "__dict__", {}) or {}).values(), *cells]
+    values = [owner, *getattr(owner, "__dict__", {}).values()]
+    if inspect.isroutine(step):
+        with contextlib.suppress(TypeError, ValueError):  # built in, or with a name that has no value yet
+            read = inspect.getclosurevars(inspect.unwrap(step))
+            values += [*read.nonlocals.values(), *read.globals.values()]
     return [value for value in values if isinstance(value, torch.nn.Module)]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _leaves(values: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

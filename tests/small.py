@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longstraw import explain
+from longstraw.errors import LongstrawError
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS = 50, 16, 4, 2
 
@@ -90,3 +92,10 @@ def assert_same(model: nn.Module, *args: Any, function: Callable[..., Any] = ste
         else:
             assert ours[name] is not None, name
             torch.testing.assert_close(ours[name], grad, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_refused(why: str, model: nn.Module) -> None:
+    """Expect the compiled step on a model to be refused with a text that matches `why`."""
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match=why):
+        assert_same(model, *inputs())

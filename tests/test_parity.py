@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +92,7 @@ def test_verify_finds_models_that_the_step_holds() -> None:
     model = Tiny()
     assert longstraw.verify(Trainer().loss, *inputs()).ok
     assert longstraw.verify(lambda *args: step(model, *args), *inputs()).ok
+    assert longstraw.verify(functools.partial(step, model), *inputs()).ok
     with pytest.raises(ValueError, match="Pass the model as an argument"):
         longstraw.verify(lambda weights: weights.sum().requires_grad_(), inputs()[2])
 

@@ -80,6 +80,15 @@ def emit(graph: fx.Graph, like: fx.Node, op: Any, /, *args: Any, **kwargs: Any) 
     return node
 
 
+def no_rule_for(node: fx.Node, what: str) -> UnsupportedOp:
+    """Return the refusal of an op that no rule covers, or not in this use."""
+    return UnsupportedOp(
+        f"{op_name(node)} can't be run on a span of tokens: {what}.",
+        where=user_line(node.meta.get("stack_trace")),
+        remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
+    )
+
+
 class Reader:
     """What a layout rule sees: operands' layouts, sizes, and the ways to refuse.
 
@@ -248,8 +257,4 @@ class Reader:
 
     def unsupported(self, node: fx.Node, what: str, *, cause: Exception | None = None) -> NoReturn:
         """Refuse: no rule covers this use of the op."""
-        raise UnsupportedOp(
-            f"{op_name(node)} can't be run on a span of tokens: {what}.",
-            where=user_line(node.meta.get("stack_trace")),
-            remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
-        ) from cause
+        raise no_rule_for(node, what) from cause

@@ -136,6 +136,7 @@ def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dic
     for node in reversed(list(graph.nodes)):
         if node in pure and node.users and all(kinds.get(user) == "block" for user in node.users):
             kinds[node] = "block"  # a table on its way to a mask
+    kinds.update((node, "given") for node in pure if kinds[node] == "region" and _cuts_a_table(node))
     _mark_joined_inputs(graph, kinds, sizes)
     _mark_tail(graph, kinds, sizes)
     return kinds
@@ -175,20 +176,13 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str], trains: dict[str, bool], siz
         return "block"
     if not symbolic:
         return "light" if sizes.width(values[0]) <= _SMALL_CONSTANT else "invariant"
-    if wide and _cuts_a_table(node, sizes):
-        return "given"
     return "region" if wide else "light"
 
 
-def _cuts_a_table(node: fx.Node, sizes: Sizes) -> bool:
-    """Return whether a table of positions that doesn't learn, as of a rotary embedding, is cut to the row's length.
-
-    A mask is cut so in two dims, one after the other.
-    """
+def _cuts_a_table(node: fx.Node) -> bool:
+    """Return whether a table of positions, as of a rotary embedding, is cut to the number of tokens."""
     source = node.args[0] if packet(node.target) in (aten.slice, aten.narrow) else None
-    if not isinstance(source, fx.Node) or any(expression(size).free_symbols for size in source.meta["val"].shape):
-        return False
-    return not any(token_dims(value, sizes) > 1 for user in node.users for value in _values(user))
+    return isinstance(source, fx.Node) and not any(expression(size).free_symbols for size in source.meta["val"].shape)
 
 
 def _mark_joined_inputs(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None:

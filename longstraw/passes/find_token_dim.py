@@ -18,7 +18,7 @@ from torch import fx
 from longstraw import arch, compat, ops
 from longstraw.arch import aten as aten_rules
 from longstraw.arch import selection, views
-from longstraw.arch.rules import LayoutRule, Reader, op_name, packet
+from longstraw.arch.rules import LayoutRule, Reader, no_rule_for, op_name, packet
 from longstraw.errors import DropoutActive, LongstrawError, UnsupportedOp, user_line
 from longstraw.passes.find_branches import is_single_token
 from longstraw.stages import Branched, Located
@@ -32,7 +32,7 @@ def find_token_dim(step: Branched) -> Located:
     kinds = step.kinds
     layouts: dict[fx.Node, Any] = {}
     reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "given", "size"))
-    _ask_to_write_out(reader, step, table)
+    _ask_to_write_out(step, table)
     for node in step.module.graph.nodes:
         kind = kinds.get(node)
         if kind == "region" and is_single_token(node):
@@ -78,7 +78,7 @@ class Composite(UnsupportedOp):
         self.refusal, self.ops = refusal, ops
 
 
-def _ask_to_write_out(reader: Reader, step: Branched, table: Mapping[Any, LayoutRule]) -> None:
+def _ask_to_write_out(step: Branched, table: Mapping[Any, LayoutRule]) -> None:
     hidden = [
         node
         for node in step.module.graph.nodes
@@ -88,10 +88,7 @@ def _ask_to_write_out(reader: Reader, step: Branched, table: Mapping[Any, Layout
         and _rule(table, node.target) is None
     ]
     if hidden:
-        try:
-            reader.unsupported(hidden[0], NO_RULE)
-        except UnsupportedOp as error:
-            raise Composite(error, frozenset(node.target for node in hidden)) from None
+        raise Composite(no_rule_for(hidden[0], NO_RULE), frozenset(node.target for node in hidden))
 
 
 def _rule(table: Mapping[Any, LayoutRule], target: Any) -> LayoutRule | None:

@@ -87,13 +87,12 @@ def find_latents(
         cost=_bytes,
         near_sink=True,
     )
-    forms = [_form(n) for n in cut]
-    if sum(map(_bytes, cut)) * _SMALL_PART > sum(map(_bytes, {key, value})) or None in forms:
+    forms = [form for form in map(_form, cut) if form is not None]
+    if sum(map(_bytes, cut)) * _SMALL_PART > sum(map(_bytes, {key, value})) or len(forms) < len(cut):
         return None
     if len({n.meta["layout"][0] for n in cut}) != 1:  # they can't be put side by side
         return None
-    latents = _joined(graph, cut, [form or "" for form in forms], step)
-    return _build(graph, key, value, cut, [form or "" for form in forms], latents, root)
+    return _build(graph, key, value, dict(zip(cut, forms, strict=True)), root, step)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -140,14 +139,9 @@ def _form(node: fx.Node) -> str | None:
 
 
 def _build(
-    graph: fx.Graph,
-    key: fx.Node,
-    value: fx.Node,
-    cut: list[fx.Node],
-    forms: list[str],
-    latents: fx.Node,
-    root: torch.nn.Module,
+    graph: fx.Graph, key: fx.Node, value: fx.Node, cut: dict[fx.Node, str], root: torch.nn.Module, step: Located
 ) -> Latents:
+    latents = _joined(graph, cut, step)
     inner = fx.Graph()
     named = {name: inner.placeholder(name) for name in ("rows", "tokens")}
     env: dict[fx.Node, fx.Node] = {n: named[n.name] for n in graph.nodes if n.name in named}
@@ -161,7 +155,7 @@ def _build(
     state = inner.placeholder("latents")
     state.meta = {"val": latents.meta["val"]}
     at = 0
-    for node, form in zip(cut, forms, strict=True):
+    for node, form in cut.items():
         width, dtype = int(node.meta["val"].shape[-1]), node.meta["val"].dtype
         piece = emit(inner, latents, aten.slice.Tensor, state, 3, at, at + width) if len(cut) > 1 else state
         piece = emit(inner, latents, aten.to.dtype, piece, dtype) if piece.meta["val"].dtype != dtype else piece
@@ -192,7 +186,7 @@ def _behind(key: fx.Node, value: fx.Node, cut: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str], step: Located) -> fx.Node:
+def _joined(graph: fx.Graph, cut: dict[fx.Node, str], step: Located) -> fx.Node:
     """Insert the latents, side by side, after the last of the values that they consist of, in the widest dtype.
 
     They count as coming from one that gradients flow through, if there is any: others may be of positions alone.
@@ -209,7 +203,7 @@ def _joined(graph: fx.Graph, cut: list[fx.Node], forms: list[str], step: Located
         at.meta["layout"] = layout
         return at
 
-    for node, form in zip(cut, forms, strict=True):
+    for node, form in cut.items():
         layout = node.meta["layout"]
         if form == "three":
             layout = (layout[0], (), *layout[1:])

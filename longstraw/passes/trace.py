@@ -144,8 +144,8 @@ def _agree_on_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     Dynamo does so for operands that are broadcast. An index may also be smaller, so it leaves it open here whether
     `logits[:, P - 1 : -1]` has the tokens of responses that are another input.
     """
-    table, index = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-    for size, other in zip(table.shape, index.shape, strict=True):
+    given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
+    for size, other in zip(given["input"].shape, given["index"].shape, strict=False):
         compat.keep_equal(size, other)
 
 

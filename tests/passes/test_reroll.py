@@ -190,10 +190,10 @@ def test_one_compiled_loop_takes_other_lengths() -> None:
 @pytest.mark.parametrize("bits", [16, 64])
 def test_selective_log_softmax_of_trl(bits: int) -> None:
     """It loops in another way over numbers of 16 bits, for which float64 is the measure."""
-    trl = pytest.importorskip("trl.trainer.utils")
+    from trl.trainer.utils import selective_log_softmax
 
     def logp(logits: Tensor, responses: Tensor) -> Tensor:
-        found = trl.selective_log_softmax(logits.bfloat16() if bits == 16 else logits, responses)
+        found = selective_log_softmax(logits.bfloat16() if bits == 16 else logits, responses)
         return found.to(logits.dtype)
 
     torch._dynamo.reset()
@@ -213,9 +213,10 @@ def test_selective_log_softmax_of_trl(bits: int) -> None:
 
 @pytest.mark.parametrize("size", [5, 128])
 def test_entropy_from_logits_of_trl(size: int) -> None:
-    trl = pytest.importorskip("trl.trainer.utils")
+    from trl.trainer.utils import entropy_from_logits
+
     torch._dynamo.reset()
-    step = step_with(lambda logits, responses: trl.entropy_from_logits(logits, chunk_size=size))
+    step = step_with(lambda logits, responses: entropy_from_logits(logits, chunk_size=size))
     assert_same(Tiny(), *inputs(PROMPT, RESPONSE, ROWS), function=step)
 
 
