@@ -202,7 +202,9 @@ def _describe(program: Lowered) -> str:
         passes = branch.segment.passes
         shared = f": one capture for {passes} passes that compute the same" if passes > 1 else ""
         lines += ["", f"branch {number}{shared}", *(f"  {line}" for line in _describe_branch(branch))]
-    lines += ["", f"objective: {_ops(program.step.partitioned.objective)}"]
+    partitioned = program.step.partitioned
+    masked = "" if partitioned.reads is None else "; rows are run to the last token that its factors let it read"
+    lines += ["", f"objective: {_ops(partitioned.objective)}{masked}"]
     return "\n".join(lines)
 
 

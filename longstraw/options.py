@@ -24,8 +24,8 @@ class Drift:
     Attributes:
         steps: since the reused prompt was captured.
         loss: relative difference of the step's first floating scalar output, or None when it has none.
-        log_prob: mean absolute difference of the numbers that leave the model for each token, such as log-probabilities
-            (of several passes of the model, the largest).
+        log_prob: mean absolute difference of the numbers that leave the model for each token that the loss reads, such
+            as log-probabilities (of several passes of the model, the largest).
     """
 
     steps: int

@@ -38,6 +38,8 @@ def _graphs(record: Any) -> Iterator[tuple[str, fx.GraphModule, dict[str, str]]]
                 for j, head in enumerate(segment.heads):
                     yield f"branch_{i}_head_{j}", head.graph.module, _layouts(head.graph.module)
             yield "objective", record.objective, {}
+            if record.reads is not None:
+                yield "reads", record.reads, {}
         case WithState():
             for i, branch in enumerate(record.branches):
                 for name in ("capture", "score", "relay"):

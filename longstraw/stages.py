@@ -207,11 +207,14 @@ class Partitioned:
 
     Attributes:
         objective: `(*inputs, *results of every segment) -> outputs of the step`.
+        reads: what tells from the inputs which entries of the results the objective reads, see `passes/find_reads.py`;
+            None where it reads all.
     """
 
     step: Located
     segments: tuple[Segment, ...]
     objective: fx.GraphModule
+    reads: fx.GraphModule | None
 
 
 @dataclass(frozen=True)

@@ -431,6 +431,15 @@ def test_a_drift_without_a_loss_and_with_equal_infinities() -> None:
     assert "loss" not in str(drifts[0])
 
 
+def test_the_drift_is_that_of_what_the_loss_reads() -> None:
+    drifts: list[Drift] = []
+    options = Options(on_drift=drifts.append)
+    new, old = torch.tensor([[-1.0, 0.0], [0.0, 0.0]]), torch.tensor([[-1.5, 0.0], [0.0, 0.0]])
+    for read in (torch.tensor([[True, False], [False, False]]), torch.zeros(2, 2, dtype=torch.bool)):
+        reuse.outputs_and_drift(lambda *results: results, [[new]], [reuse.Stale([old], 2, [read])], options)
+    assert drifts == [Drift(2, None, 0.5), Drift(2, None, 0.0)]
+
+
 def test_the_drift_leaves_the_random_numbers_of_the_step() -> None:
     drawn = []
     for stale in (None, reuse.Stale([torch.zeros(3)], 1)):

@@ -85,7 +85,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 
 class Gate:
-    """Runs the forward or the backward of every step under a mode."""
+    """Runs the forward of every step, the part of it that runs spans, or the backward, under a mode."""
 
     mode: TorchDispatchMode | None = None
     phase = "forward"
@@ -103,7 +103,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     found = Gate()
     torch._dynamo.reset()  # compiled steps hold `run_step`
     monkeypatch.setattr(backend, "run_step", found.around("forward", backend.run_step))
-    monkeypatch.setattr(transaction.BranchRun, "backward", found.around("backward", transaction.BranchRun.backward))
+    for phase, name in (("spans", "forward"), ("backward", "backward")):
+        function = getattr(transaction.BranchRun, name)
+        monkeypatch.setattr(transaction.BranchRun, name, found.around(phase, function))
     return found
 
 
@@ -194,7 +196,7 @@ def _of_zoo(name: str, group: int = 3, **sizes: Any) -> tuple[Any, nn.Module, di
     return STEPS["grpo"].function, model, STEPS["grpo"].inputs(model, prompt=27, response=6, group=group)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["spans", "backward"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -236,7 +238,7 @@ def test_a_step_out_of_memory_goes_on_with_half_the_span(
         warnings.clear()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["spans", "backward"])
 def test_a_step_out_of_memory_twice_is_refused_with_its_plan(gate: Gate, watch: Watch, phase: str) -> None:
     model = Tiny()
     compiled = torch.compile(step, backend="longstraw", options={**OPTIONS, "span_tokens": 8})
@@ -247,6 +249,20 @@ def test_a_step_out_of_memory_twice_is_refused_with_its_plan(gate: Gate, watch: 
     assert all(p.grad is None for p in model.parameters())
     gate.mode = Interrupting(None, RuntimeError)
     compiled(model, *inputs(prompt=11, response=6)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("at", [1, 10, 40])
+def test_memory_that_is_full_before_the_first_span_is_said(gate: Gate, watch: Watch, at: int) -> None:
+    model, given = Tiny(), inputs(prompt=11, response=6)
+    compiled = torch.compile(step, backend="longstraw", options=OPTIONS)
+    compiled(model, *given)
+    gate.phase, gate.mode = "forward", Interrupting(at, torch.OutOfMemoryError)
+    with pytest.raises(OutOfMemory, match="full before the first span"):
+        compiled(model, *given)
+    assert not watch.alive()
+    gate.mode = Interrupting(None, RuntimeError)
+    compiled(model, *given).backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -285,8 +301,6 @@ def test_many_steps_of_random_sizes_failures_and_drops_leave_nothing(
             function(*args)
         return None
 
-    forward = transaction.BranchRun.forward
-    monkeypatch.setattr(transaction.BranchRun, "forward", gate.around("spans", forward))
     model = Tiny()
     kinds = [
         (torch.compile(step, backend="longstraw", options={**OPTIONS, **options}), options)

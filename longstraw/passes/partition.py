@@ -21,6 +21,7 @@ from longstraw.errors import WideResult, user_line
 from longstraw.layout import bytes_per_token, is_dispatched, window
 from longstraw.passes.carve import carve, computed_bytes
 from longstraw.passes.find_branches import NARROW
+from longstraw.passes.find_reads import find_reads
 from longstraw.passes.min_cut import min_cut
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import Head, Located, Partitioned, Segment
@@ -48,7 +49,9 @@ def partition(step: Located) -> Partitioned:
         if mine:
             segments.append(_segment(step, branch, mine, passes))
     found = [node for segment in segments for node in segment.results]
-    return Partitioned(step, tuple(segments), extract(step.module, outputs=output.args[0], stops=found))
+    objective = extract(step.module, outputs=output.args[0], stops=found)
+    trained = frozenset(x.name for x in step.inputs if x.requires_grad)
+    return Partitioned(step, tuple(segments), objective, find_reads(objective, len(found), trained))
 
 
 def _wide(node: fx.Node, who: str) -> WideResult:

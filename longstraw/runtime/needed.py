@@ -1,38 +1,76 @@
-"""Which tokens at the ends of rows backward can leave out: padding, and responses whose advantage is zero.
+"""Which tokens at the ends of rows need not run: padding, and responses whose advantage is zero.
 
-A token adds nothing to any gradient if the loss sends exactly zero to its results and to those of all later tokens of
-its row. That is known once the loss's gradients are there. A result that isn't finite counts as needed, because zero
-times infinity is no number and eager would say so.
+Forward leaves out the tokens after the last one of a row that the loss reads: what it computes of the others meets
+nothing but zeros of its masks. Those are known before the model runs (`passes/find_reads.py`). Backward leaves out the
+tokens to whose results, and to those of all later tokens of the row, the loss sends exactly zero. A result that isn't
+finite counts as needed there, because zero times infinity is no number and eager would say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longstraw.runtime.layouts import Place
-from longstraw.runtime.prefix_tree import Node
+from longstraw.runtime.prefix_tree import Node, grouped
 
 
-def ends(
-    results: Sequence[Tensor], grads: Sequence[Tensor | None], places: Sequence[Place], num_rows: int, stop: int
-) -> list[int]:
-    """Return for each row where the last token ends that has to run again, 0 where none has to.
+@torch.enable_grad()
+def read(finder: Callable[..., Any], inputs: Sequence[Any], results: Sequence[Tensor]) -> list[Tensor]:
+    """Return for each result which of its entries the loss reads, as bools of its shape.
+
+    Args:
+        finder: `(*inputs, *blanks, *marks) -> (ended marks, cut values)`, see `passes/find_reads.py`.
+        inputs: of the step.
+        results: zeros in place of each result.
+    """
+    blanks = [torch.zeros_like(r, requires_grad=r.is_floating_point()) for r in results]
+    marks = [torch.ones_like(r, dtype=torch.float64, requires_grad=True) for r in results]
+    ended, cut = finder(*inputs, *blanks, *marks)
+    reached = _gradients(ended, marks)
+    spoilt = _gradients(cut, blanks)
+    return [(mark != 0) | ~blank.isfinite() for mark, blank in zip(reached, spoilt, strict=True)]
+
+
+def _gradients(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the sum of all values with respect to leaves, zeros where there is none."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    total = [value.sum() for value in values if value.requires_grad]
+    found = torch.autograd.grad(total, wanted, allow_unused=True) if total and wanted else [None] * len(wanted)
+    by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=True)}
+    grads = [by_leaf.get(id(leaf)) for leaf in leaves]
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+
+
+def sent(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return for each result which of its entries backward needs, as bools; None where none has a gradient.
 
     Args:
         results: whole results.
         grads: their gradients; None for those without one.
-        places: their layouts.
+    """
+    return [
+        None if grad is None else (grad != 0) | ~result.isfinite() for result, grad in zip(results, grads, strict=True)
+    ]
+
+
+def ends(entries: Sequence[Tensor | None], places: Sequence[Place], num_rows: int, stop: int) -> list[int]:
+    """Return for each row where the last token ends that has to run, 0 where none has to.
+
+    Args:
+        entries: which entries of each result are needed; None for none, not even as zeros.
+        places: the layouts of the results.
         num_rows: rows of the step.
         stop: where rows end: a result without a token dim needs all tokens.
     """
     found = torch.zeros(num_rows, dtype=torch.long)
-    for result, grad, place in zip(results, grads, places, strict=True):
-        if grad is None:
+    for whole, place in zip(entries, places, strict=True):
+        if whole is None:
             continue
-        needed = place.apart((grad != 0) | ~result.isfinite(), num_rows, place.stop - place.start)
+        needed = place.apart(whole, num_rows, place.stop - place.start)
         if place.row_dim is None:
             needed, rows = needed.expand(num_rows, *needed.shape), 0
         else:
@@ -63,16 +101,13 @@ def shortened(
         batch: `tokens per row -> rows that run together`; None leaves the rows of each leaf together.
     """
     groups: list[tuple[list[int], bool]] = []
-    by_pages: dict[int, list[int]] = {}
+    apart: list[int] = []
     for leaf in leaves:
         rows = [row for row in leaf.rows if ends[row] > leaf.start]
         if leaf.shared or batch is None:
             groups += [(leaf.rows, leaf.shared)] if rows else []
-            continue
-        for row in rows:
-            by_pages.setdefault(-(-(ends[row] - leaf.start) // page), []).append(row)
-    for _, rows in sorted(by_pages.items()):
-        assert batch is not None, "there are pages of rows that may be parted"
-        size = batch(max(ends[row] for row in rows) - leaves[0].start)
-        groups += [(rows[i : i + size], False) for i in range(0, len(rows), size)]
+        else:
+            apart += rows
+    if batch is not None and apart:
+        groups += [(rows, False) for rows in grouped(apart, ends, start=leaves[0].start, page=page, batch=batch)]
     return [Node(rows, leaves[0].start, max(ends[row] for row in rows), shared) for rows, shared in groups]

@@ -37,41 +37,62 @@ class Node:
         return (self.stop - self.start) * self.num_rows + sum(child.num_tokens for child in self.children)
 
 
-def build(rows: Sequence[int], *, stop: int, common: CommonPrefix, least: int, batch: Callable[[int], int]) -> Node:
-    """Return the tree of rows whose tokens end at `stop`.
+def build(
+    rows: Sequence[int], *, ends: Sequence[int], common: CommonPrefix, least: int, batch: Callable[[int], int]
+) -> Node:
+    """Return the tree of some rows.
 
     Args:
         rows: row numbers.
-        stop: end of all rows.
+        ends: where the tokens of each row end that have to run; a row may run further where others share its tokens.
         common: `(row, rows, since) -> tokens that each of rows has in common with row, from the beginning`, where
             they are known to have `since` in common.
         least: a shared run shorter than this isn't split off (except at the beginning).
         batch: `tokens per row -> rows that run together`.
     """
-    return _node(list(rows), 0, stop, common, least, batch)
+    return _node(list(rows), 0, ends, common, least, batch)
 
 
 def _node(
-    rows: list[int], start: int, stop: int, common: CommonPrefix, least: int, batch: Callable[[int], int]
+    rows: list[int], start: int, ends: Sequence[int], common: CommonPrefix, least: int, batch: Callable[[int], int]
 ) -> Node:
+    stop = max(ends[row] for row in rows)
     shared = min(min(common(rows[0], rows, start)), stop)
     node = Node(rows, start, shared, shared=True)
-    if shared == stop:
-        return node
     alone: list[int] = []
-    left = rows
+    left = [row for row in rows if ends[row] > shared]
     while left:
         lengths = common(left[0], left, shared)
         close = [row for row, length in zip(left, lengths, strict=True) if min(length, stop) - shared >= least]
         if len(close) > 1 and len(close) < len(rows):
-            node.children.append(_node(close, shared, stop, common, least, batch))
+            node.children.append(_node(close, shared, ends, common, least, batch))
         else:
             close = left[:1]
             alone += close
         left = [row for row in left if row not in close]
-    size = batch(stop - shared)
-    node.children += [Node(alone[i : i + size], shared, stop, shared=False) for i in range(0, len(alone), size)]
+    for together in grouped(alone, ends, start=shared, page=least, batch=batch):
+        node.children.append(Node(together, shared, max(ends[row] for row in together), shared=False))
     return node
+
+
+def grouped(
+    rows: Sequence[int], ends: Sequence[int], *, start: int, page: int, batch: Callable[[int], int]
+) -> Iterator[list[int]]:
+    """Yield rows that run together from a token on: none runs a page or more further than it has to.
+
+    Args:
+        rows: row numbers.
+        ends: where the tokens of each row end that have to run.
+        start: where they start.
+        page: tokens of a page; rows that need as many pages run together.
+        batch: `tokens per row -> rows that run together`.
+    """
+    by_pages: dict[int, list[int]] = {}
+    for row in rows:
+        by_pages.setdefault(-(-(ends[row] - start) // page), []).append(row)
+    for _, alike in sorted(by_pages.items()):
+        size = batch(max(ends[row] for row in alike) - start)
+        yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
 
 def walk(node: Node) -> Iterator[Node]:

@@ -195,10 +195,12 @@ class Stale:
 
     Attributes:
         steps: since that state was captured.
+        read: which entries of each result the loss reads; None for all.
     """
 
     results: list[Tensor]
     steps: int
+    read: Sequence[Tensor] | None = None
 
 
 def outputs_and_drift(
@@ -223,7 +225,7 @@ def outputs_and_drift(
         found = Drift(
             steps=max(old.steps for old, _ in pairs),
             loss=_relative_difference(old_loss, _loss(outputs)),
-            log_prob=max(_mean_difference(old.results, new) for old, new in pairs),
+            log_prob=max(_mean_difference(old, new) for old, new in pairs),
         )
     _report(found, options)
     return outputs
@@ -248,14 +250,15 @@ def _relative_difference(old: float | None, new: float | None) -> float | None:
     return 0.0 if old == new else abs(old - new) / max(abs(new), torch.finfo(torch.float32).tiny)
 
 
-def _mean_difference(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
-    """Return the mean absolute difference of all floating numbers; equal ones, such as infinities, count as zero."""
+def _mean_difference(old: Stale, new: Sequence[Tensor]) -> float:
+    """Return the mean absolute difference of all floating numbers that are read; equal infinities count as zero."""
     parts = [
-        torch.where(one == other, 0.0, one.double() - other.double()).abs().flatten()
-        for one, other in zip(old, new, strict=True)
+        torch.where(one == other, 0.0, one.double() - other.double()).abs()[... if old.read is None else old.read[i]]
+        for i, (one, other) in enumerate(zip(old.results, new, strict=True))
         if one.is_floating_point()
     ]
-    return float(torch.cat(parts).mean()) if parts else 0.0
+    total = sum(part.numel() for part in parts)
+    return float(torch.cat([part.flatten() for part in parts]).mean()) if total else 0.0
 
 
 def _report(found: Drift, options: Options) -> None:

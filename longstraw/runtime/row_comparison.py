@@ -14,6 +14,9 @@ from longstraw.runtime.layouts import Place
 from longstraw.runtime.numbers import Numbers
 from longstraw.stages import Stateful, TokenInput
 
+_TILE = 1 << 22
+"""How many numbers are compared at once."""
+
 
 @dataclass(frozen=True)
 class _Read:
@@ -28,6 +31,23 @@ class _Read:
     value: Tensor
     start: int
     by_token: bool
+
+    def in_common(self, row: int, rows: Sequence[int], since: int, stop: int) -> Tensor:
+        """Return for each row how many tokens it has in common with one row, `stop` where nothing differs."""
+        if not self.by_token:
+            equal = (self.value[list(rows)] == self.value[row]).flatten(1).all(-1)
+            return torch.where(equal.cpu(), stop, self.start)
+        found = torch.full((len(rows),), stop)
+        at = max(0, since - self.start)
+        size = max(1, _TILE // max(1, len(rows) * self.value[0, :1].numel()))
+        while at < self.value.shape[1] and bool((found == stop).any()):
+            part = self.value[:, at : at + size]
+            same = part[list(rows)] == part[row]
+            different = ~(same.flatten(2).all(-1) if same.ndim > 2 else same)
+            first = torch.where(different.any(-1), self.start + at + different.byte().argmax(-1), stop)
+            found = torch.minimum(found, first.cpu())
+            at += size
+        return found
 
 
 class RowComparison:
@@ -67,15 +87,7 @@ class RowComparison:
             return [self._stop]
         lengths = torch.full((len(rows),), self._stop)
         for read in self._read:
-            value = read.value[:, max(0, since - read.start) :] if read.by_token else read.value
-            same = value[rows] == value[row]
-            if read.by_token:
-                different = ~(same.flatten(2).all(-1) if same.ndim > 2 else same)
-                first = max(since, read.start) + different.byte().argmax(-1).cpu() if different.shape[1] else lengths
-                equal = ~different.any(-1)
-            else:
-                first, equal = torch.full_like(lengths, read.start), same.flatten(1).all(-1)
-            lengths = torch.where(equal.cpu(), lengths, torch.minimum(lengths, first))
+            lengths = torch.minimum(lengths, read.in_common(row, rows, since, self._stop))
         if torch.is_grad_enabled():
             # A value given for every row gets a gradient for every row, so rows can't share it.
             own = min([self._stop, *(self._numbers(t.repeated) for t in self._own)])
@@ -129,7 +141,7 @@ class RowComparison:
 def _bits(value: Tensor) -> Tensor:
     """Return numbers as they are stored: 0.0 and -0.0 differ, and a NaN is equal to itself."""
     real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-    return real.contiguous().view(_INTEGERS[real.element_size()]) if real.is_floating_point() else real
+    return real.view(_INTEGERS[real.element_size()]) if real.is_floating_point() else real
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,9 +1,12 @@
-"""What a branch does when the device is out of memory: the phase once more, from its beginning, with shorter spans."""
+"""What happens when the device is out of memory: a branch's phase runs once more, from its beginning, with shorter
+spans; before the first span, the step is refused.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -13,6 +16,24 @@ from longstraw.errors import OutOfMemory
 Result = TypeVar("Result")
 
 _LOGGER = logging.getLogger("longstraw")
+
+
+@contextlib.contextmanager
+def refused_if_full() -> Iterator[None]:
+    """Refuse a step whose inputs leave the device no room for what is computed of them before any span runs.
+
+    Raises:
+        OutOfMemory: its memory is full.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            "The device's memory is full before the first span runs: what is computed for all rows and tokens at once, "
+            "such as positions and parts of masks, doesn't fit beside the weights and the step's inputs.",
+            remedy="Give fewer rows or shorter ones, and no input that is larger than a number for each token, such as "
+            "a mask of pairs of tokens.",
+        ) from error
 
 
 class Shorter:

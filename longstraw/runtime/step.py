@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor, fx
 
 from longstraw.errors import BackwardTwice, BadInput, DoubleBackward, ParametersChanged
+from longstraw.runtime import needed
 from longstraw.runtime.budget import Budget
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.plan import Shape
 from longstraw.runtime.reuse import PromptCache, outputs_and_drift
+from longstraw.runtime.shorter import refused_if_full
 from longstraw.runtime.transaction import BranchRun
 from longstraw.runtime.versions import versions
-from longstraw.stages import Located, Lowered
+from longstraw.stages import Located, Lowered, Partitioned
 
 
 def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[PromptCache] | None = None) -> Any:
@@ -36,25 +39,37 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[Pr
         caches: for each branch, what keeps its captured prompt for later steps; None keeps none.
     """
     located = program.step.partitioned.step
-    names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
-    values: dict[fx.Node, Any] = dict(zip(names, inputs, strict=True))
-    _check_inputs(located, values)
-    light = program.prologue(*inputs)
-    values.update(zip(program.light, light, strict=True))
-    numbers = Numbers(located.sizes, values)
-    kept: Sequence[PromptCache | None] = caches or [None] * len(program.step.branches)
-    branches = [
-        BranchRun(branch, runs, values, numbers, located, plan, shorten=budget.shorten, cache=cache)
-        for branch, runs, plan, cache in zip(program.step.branches, program.runs, budget.default(), kept, strict=True)
-    ]
-    if isinstance(located.options.memory_budget, int):
-        _plan(budget, located.options.memory_budget, branches, inputs)
+    with refused_if_full():
+        branches = _branches(program, budget, inputs, caches or [None] * len(program.step.branches))
     with contextlib.ExitStack() as stack:
         for cache in caches or ():
             stack.enter_context(cache.cleared_on_error())
         results = [_connected(run) for run in branches]
         objective = functools.partial(program.step.partitioned.objective, *inputs)
         return outputs_and_drift(objective, results, [run.stale for run in branches], located.options)
+
+
+def _branches(
+    program: Lowered, budget: Budget, inputs: Sequence[Any], caches: Sequence[PromptCache | None]
+) -> list[BranchRun]:
+    """Return the branches of one step, with their plans."""
+    located = program.step.partitioned.step
+    names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(names, inputs, strict=True))
+    _check_inputs(located, values)
+    light = program.prologue(*inputs)
+    values.update(zip(program.light, light, strict=True))
+    numbers = Numbers(located.sizes, values)
+    branches = [
+        BranchRun(branch, runs, values, numbers, located, shorten=budget.shorten, cache=cache)
+        for branch, runs, cache in zip(program.step.branches, program.runs, caches, strict=True)
+    ]
+    _leave_out(program.step.partitioned, inputs, branches)
+    for run, plan in zip(branches, budget.default(), strict=True):
+        run.take(plan)
+    if isinstance(located.options.memory_budget, int):
+        _plan(budget, located.options.memory_budget, branches, inputs)
+    return branches
 
 
 def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
@@ -75,6 +90,16 @@ def _check_inputs(located: Located, values: Mapping[fx.Node, Any]) -> None:
             f"The step's tensors are on different devices: {listed}.",
             remedy="Move the model and its inputs to one device.",
         )
+
+
+def _leave_out(step: Partitioned, inputs: Sequence[Any], branches: Sequence[BranchRun]) -> None:
+    """Tell every branch which entries of its results are read, as far as that shows before the model has run."""
+    if step.reads is None:
+        return
+    blanks = [run.empty_results() for run in branches]
+    read = iter(needed.read(step.reads, inputs, [blank for results in blanks for blank in results]))
+    for run, results in zip(branches, blanks, strict=True):
+        run.leave_out(list(itertools.islice(read, len(results))))
 
 
 def _plan(budget: Budget, most: int, branches: Sequence[BranchRun], inputs: Sequence[Any]) -> None:

@@ -45,7 +45,6 @@ class BranchRun:
         values: every input and light value, by node of the step.
         numbers: this step's sizes.
         step: the step, for its options and the names of its inputs.
-        plan: how it is cut.
         shorten: told of shorter spans for later steps, when memory was too full for these.
         cache: keeps the state of the tokens that all rows share for later steps; None keeps it for this one only.
     """
@@ -57,7 +56,6 @@ class BranchRun:
         values: Mapping[fx.Node, Any],
         numbers: Numbers,
         step: Located,
-        plan: Plan,
         *,
         shorten: Callable[[int], None],
         cache: PromptCache | None = None,
@@ -88,25 +86,38 @@ class BranchRun:
             branch, values, numbers, place, stop=self.stop, differentiable=self.differentiable
         )
         self.device = next(v.device for v in values.values() if isinstance(v, Tensor))
-        self.take(plan)
-        self.cache = cache if self.tree.stop > self.tree.start else None
+        self.cache = cache
+        self._stops = [self.stop] * numbers.rows
+        self._read: Sequence[Tensor] | None = None
         self.stale: Stale | None = None
         self.root_store: Store | None = None
         self.leaves: Leaves | None = None
         self._recorded: dict[tuple[int, int], SpanGraph] = {}
         self._recordable = 0
         self._results: list[Tensor] = []
-        self._ends: list[int] = []
+        self._needed: list[int] = []
         self._shorter = Shorter(shorten)
         self._advance: Advance = unseen
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
+    def leave_out(self, read: Sequence[Tensor]) -> None:
+        """Run each row up to the last token that has an entry of a result that is read. Only before `take`.
+
+        Args:
+            read: which entries of each result are read.
+        """
+        self._read = read
+        self._stops = needed.ends(read, self._places, self.numbers.rows, self.stop)
+        self.stop = max(self._stops)
+
     def take(self, plan: Plan) -> None:
-        """Run by this plan. Only before anything has run."""
+        """Run by this plan. Before anything has run, and before all that depends on the tree of rows."""
         self.plan = plan
         self.tier = Tier(plan.tier, self.device)
         self.tree = self._build_tree()
+        if self.tree.stop == self.tree.start:
+            self.cache = None
 
     @property
     def shape(self) -> Shape:
@@ -120,7 +131,7 @@ class BranchRun:
     def _build_tree(self) -> Node:
         tree = prefix_tree.build(
             range(self.numbers.rows),
-            stop=self.stop,
+            ends=self._stops,
             common=self._comparison.common,
             least=self.options.page_tokens,
             batch=self.plan.batch,
@@ -168,7 +179,7 @@ class BranchRun:
         steps = cache.reuses + 1
         captured = cache.take(prompt)
         if captured is not None:
-            stale = self.stale = Stale(self._empty_results(), steps)
+            stale = self.stale = Stale(self.empty_results(), steps, self._read)
 
             def score() -> None:
                 self._forward(self.tree, (), stale.results, keep=False, captured=captured)
@@ -178,7 +189,7 @@ class BranchRun:
             self.root_store = None
 
     def _capture_and_score(self, captured: Store | None, *, keep: bool) -> list[Tensor]:
-        results = self._empty_results()
+        results = self.empty_results()
         if keep:
             self.leaves = self._new_leaves()
             self._recordable = self.plan.response_tokens
@@ -207,8 +218,13 @@ class BranchRun:
     def _bar(self, what: str) -> contextlib.AbstractContextManager[Advance]:
         return bar(what, self.tree.num_tokens, shown=self.options.progress)
 
-    def _empty_results(self) -> list[Tensor]:
+    def empty_results(self) -> list[Tensor]:
+        """Return zeros for each result, of all rows and of the tokens that have it."""
         return [self.runner.empty_result(i) for i in range(len(self.branch.segment.results))]
+
+    @property
+    def _places(self) -> list[Place]:
+        return [self.runner.result_place(i) for i in range(len(self.branch.segment.results))]
 
     def _spans(self, node: Node) -> Sequence[tuple[int, int]]:
         """Return the spans of a node; the last one of a prompt is short enough to keep its graph during replay."""
@@ -342,8 +358,8 @@ class BranchRun:
 
     def _replay_and_unwind(self, result_grads: Sequence[Tensor | None]) -> Leaves:
         leaves = self.leaves or self._new_leaves()
-        places = [self.runner.result_place(i) for i in range(len(result_grads))]
-        self._ends = needed.ends(self._results, result_grads, places, self.numbers.rows, self.stop)
+        sent = needed.sent(self._results, result_grads)
+        self._needed = needed.ends(sent, self._places, self.numbers.rows, self.stop)
         with self._bar("replay and unwind") as self._advance:
             self._backward(self.tree, (), result_grads, leaves)
         return leaves
@@ -386,7 +402,7 @@ class BranchRun:
         others = [child for child in node.children if (id(child), child.start) not in self._recorded]
         leaves = [child for child in others if not child.children]
         batch = self.plan.batch if node.num_rows == 1 else None  # rows with states of their own stay together
-        cut = needed.shortened(leaves, self._ends, page=self.options.page_tokens, batch=batch)
+        cut = needed.shortened(leaves, self._needed, page=self.options.page_tokens, batch=batch)
         self._advance(sum(n.num_tokens for n in leaves) - sum(n.num_tokens for n in cut))
         return [*recorded, *cut, *(child for child in others if child.children)]
 

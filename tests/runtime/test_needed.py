@@ -1,6 +1,8 @@
-"""Backward leaves out what adds nothing: padding at the ends of rows, rows whose advantage is zero."""
+"""What adds nothing is left out: padding at the ends of rows, rows whose advantage is zero."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,9 +33,24 @@ def tokens_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def tokens_scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every span whose results are written, for all its rows, from the responses' first on."""
+    found: list[int] = []
+    write = Runner.write_results
+
+    def counted(self: Runner, where: object, hidden: object, results: object) -> None:
+        found.append((where.hi - max(where.lo, PROMPT - 1)) * len(where.rows))
+        write(self, where, hidden, results)
+
+    monkeypatch.setattr(Runner, "write_results", counted)
+    return found
+
+
 def weighted(lengths: list[int]) -> tuple[Tensor, ...]:
     """Prompt, responses and weights that are zero after so many tokens of each response."""
     prompt, responses, weights = inputs(PROMPT, RESPONSE, len(lengths))
+    responses[:, 0] = torch.arange(len(lengths))  # no two rows share it
     return prompt, responses, weights * (torch.arange(RESPONSE) < torch.tensor(lengths)[:, None])
 
 
@@ -70,30 +87,165 @@ def test_rows_with_states_of_their_own_stay_together(prompt_grad: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_result_that_is_not_finite_is_replayed() -> None:
-    """Zero times infinity is no number, in eager and here."""
+@pytest.mark.parametrize("lengths", [[24, 3, 11, 0], [1, 24, 24, 2], [7, 7, 7, 7], [0, 0, 0, 0]])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_padding_is_not_scored(tokens_scored: list[int], lengths: list[int], rows: int) -> None:
+    torch._dynamo.reset()
+    assert_same(Tiny(), *weighted(lengths), replay_rows=rows, page_tokens=PAGE)
+    pages = [-(-n // PAGE) * PAGE for n in lengths]
+    assert sum(lengths) <= sum(tokens_scored) <= sum(pages) + (not any(lengths))
+
+
+def log_probs(model: nn.Module, prompt: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the responses' tokens, `[G, R]` each."""
+    logits = model(torch.cat([prompt.expand(responses.shape[0], -1), responses], 1))[:, prompt.shape[1] - 1 : -1]
+    every = torch.log_softmax(logits, -1)
+    return every.gather(-1, responses[..., None]).squeeze(-1), -(every.exp() * every).sum(-1)
+
+
+def clipped(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, entropy = log_probs(model, prompt, responses)
+    mask, advantages = (weights != 0).double(), torch.linspace(-1, 1, len(responses)).double()[:, None]
+    ratio = (logp - logp.detach() + 0.3 * weights).exp()
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    with torch.no_grad():
+        mean_entropy = torch.where(mask.bool(), entropy, 0).sum() / mask.sum()
+    return ((loss * mask).sum(1) / mask.sum(1).clamp(min=1)).mean() + 0 * mean_entropy
+
+
+def of_sequences(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, entropy = log_probs(model, prompt, responses)
+    mask = weights != 0
+    ratios = (logp.masked_fill(~mask, 0).sum(-1) / mask.sum(-1).clamp(min=1)).exp()
+    return ratios.mean() - 0.01 * (torch.stack([entropy, logp], -1)[..., 0].flatten() * mask.flatten()).sum()
+
+
+def with_labels(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logits = model(torch.cat([prompt.expand(responses.shape[0], -1), responses], 1))[:, prompt.shape[1] - 1 : -1]
+    labels = responses.masked_fill(weights == 0, -100)
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return (losses.view_as(weights) * weights).sum()
+
+
+def of_joined_rows(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, entropy = log_probs(model, prompt, responses)
+    both = torch.cat([logp, entropy], 1) * torch.cat([weights, weights], 1)
+    return both.sum()
+
+
+@pytest.mark.parametrize("loss", [clipped, of_sequences, with_labels, of_joined_rows])
+def test_losses_read_what_their_masks_let_through(tokens_scored: list[int], loss: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    lengths = [24, 3, 11, 7]
+    assert_same(Tiny(), *weighted(lengths), function=loss, page_tokens=1)
+    assert sum(tokens_scored) == sum(lengths)
+
+
+def test_a_row_without_advantage_is_not_scored(tokens_scored: list[int]) -> None:
+    def loss(model: nn.Module, prompt: Tensor, responses: Tensor, advantages: Tensor) -> Tensor:
+        logp, _ = log_probs(model, prompt, responses)
+        return -((logp - logp.detach()).exp() * advantages[:, None]).sum()
+
+    torch._dynamo.reset()
+    prompt, responses, _ = inputs(PROMPT, RESPONSE, 3)
+    advantages = torch.tensor([1.0, 0.0, -1.0]).double()
+    assert_same(Tiny(), prompt, responses, advantages, function=loss)
+    assert sum(tokens_scored) == 2 * RESPONSE
+
+
+class Weighing(Tiny):
+    """A model with a factor of the loss that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def not_masked(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, _ = log_probs(model, prompt, responses)
+    return (logp * weights).sum() + 0.1 * logp.mean()
+
+
+def ordered(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, _ = log_probs(model, prompt, responses)
+    return (logp.sort(-1).values * weights).sum()
+
+
+def with_factor(model: Weighing, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    """The factor's gradient is the log-probability, also where the factor is zero."""
+    logp, _ = log_probs(model, prompt, responses)
+    return (logp * weights).sum() + (logp * (model.factor - 1)).sum()
+
+
+def compared(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    """Whether an entry is used depends on results."""
+    logp, entropy = log_probs(model, prompt, responses)
+    return torch.where(entropy > entropy.mean(), logp, 0).sum() + (logp * weights).sum()
+
+
+def infinite(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    """What stands in for results that are left out would give zero times infinity."""
+    logp, _ = log_probs(model, prompt, responses)
+    return ((logp + 1e-9).abs().sqrt().reciprocal() * weights + (logp.abs().sqrt() * weights)).sum()
+
+
+@pytest.mark.parametrize("loss", [not_masked, ordered, with_factor, compared, infinite])
+def test_all_is_scored_where_all_is_read(tokens_scored: list[int], loss: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    assert_same(Weighing(), *weighted([24, 3, 11, 0]), function=loss, replay_rows=1)
+    assert sum(tokens_scored) == 4 * RESPONSE
+
+
+def test_results_that_are_returned_are_scored() -> None:
+    def both(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        logp, _ = log_probs(model, prompt, responses)
+        return (logp * weights).sum(), logp
+
+    torch._dynamo.reset()
+    model, given = Tiny(), weighted([24, 3, 0, 11])
+    found = torch.compile(both, backend="longstraw", options={"page_tokens": PAGE})(model, *given)
+    torch.testing.assert_close(found, both(model, *given), rtol=1e-11, atol=1e-12)
+
+
+def test_masked_entries_that_are_returned_are_zeros() -> None:
+    def masked(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        logp, _ = log_probs(model, prompt, responses)
+        return (logp * weights).sum(), logp * weights
+
+    torch._dynamo.reset()
+    model, given = Tiny(), weighted([24, 3, 0, 11])
+    found = torch.compile(masked, backend="longstraw", options={"page_tokens": PAGE})(model, *given)
+    torch.testing.assert_close(found, masked(model, *given), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("at", [10, 20])
+def test_a_result_that_is_not_finite_is_replayed(at: int) -> None:
+    """Zero times infinity is no number, in eager and here; what is left out altogether is not multiplied."""
 
     def masked(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
-        logits = model(torch.cat([prompt.expand(4, -1), responses], 1))[:, prompt.shape[1] - 1 : -1]
-        logp = torch.log_softmax(logits, -1).gather(-1, responses[..., None]).squeeze(-1)
+        logp, _ = log_probs(model, prompt, responses)
         return torch.where(weights != 0, logp * weights, 0).sum()
 
     class Infinite(Tiny):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids) / (ids != 7)[..., None]
 
-    model, (prompt, responses, weights) = Infinite(), weighted([24, 3, 11, 5])
+    model, (prompt, responses, weights) = Infinite(), weighted([24, 15, 11, 5])
     prompt[prompt == 7] = 8
     responses[responses == 7] = 8
-    responses[1, 20] = 7
+    responses[1, at] = 7
+    weights[1, at + 1] = 0
     torch._dynamo.reset()
     _, expected = gradients(masked, model, prompt, responses, weights)
     assert any(grad is not None and grad.isnan().any() for grad in expected.values())
     expected = {name: None if grad is None else grad.isnan() for name, grad in expected.items()}
-    run = torch.compile(masked, backend="longstraw", options={"replay_rows": 1, "span_tokens": 4})
+    run = torch.compile(masked, backend="longstraw", options={"replay_rows": 1, "span_tokens": 4, "page_tokens": 1})
     _, found = gradients(run, model, prompt, responses, weights)
     del expected["table.weight"]  # eager's also has one for the last token, which nothing is computed from
-    assert all(grad is None or torch.equal(found[name].isnan(), grad) for name, grad in expected.items())
+    if at < 15:
+        assert all(grad is None or torch.equal(found[name].isnan(), grad) for name, grad in expected.items())
+    else:
+        assert not any(grad is not None and grad.isnan().any() for grad in found.values())
 
 
 def test_gradients_that_are_zero_are_there() -> None:
