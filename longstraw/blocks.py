@@ -36,9 +36,10 @@ __all__ = [
 
 
 UNSEEN = -1e30
-"""A bias of at most this, finite or not, is meant as minus infinity: the key is not seen."""
+"""A score of at most this, finite or not, is meant as minus infinity: the key isn't selected."""
 HIDING = -1e4
-"""A number of at most this that replaces scores hides their keys, as long as there are others of a usual score."""
+"""A number of at most this that is added to scores or replaces them hides their keys, as long as there are others of a
+usual score."""
 
 
 class Side(enum.Enum):

@@ -30,6 +30,7 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.matmul, aten.bmm, aten.baddbmm)
 _CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
 _SHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.unsqueeze, aten.squeeze)
+_MINUS = (aten.sub, aten.subtract)
 _SOFTMAX = (aten.softmax, aten._softmax, aten._safe_softmax)
 
 
@@ -158,7 +159,7 @@ def _step_up(
             found.sink = _before_expand(parts[1])
             return parts[0]
     operands = tensors(node.args)
-    if name in (aten.sub, aten.subtract) and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
+    if name in _MINUS and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
         return operands[0]  # softmax(x - max(x)) = softmax(x)
     scored = [x for x in operands if is_score(x) and filled_with(x) is None and selection.reaches_product(x)]
     if len(set(scored)) != 1 or not (is_pointwise(node.target) or name in (aten.where, aten.masked_fill)):
@@ -176,6 +177,11 @@ def _step_up(
         if node.kwargs.get("alpha", 1) != 1:
             _give_up(softmax, "its mask is scaled")
         found.masks.append(others[0])
+    elif name in _MINUS and operands == [scores, *others] and not found.steps and _varies_with_tokens(others[0]):
+        if node.kwargs.get("alpha", 1) != 1:
+            _give_up(softmax, "its mask is scaled")
+        with module.graph.inserting_before(node):
+            found.masks.append(emit(module.graph, node, aten.neg.default, others[0]))
     elif name is aten.masked_fill and not found.steps:
         a = arguments(node)
         found.masks.append(_as_mask(node, a["mask"], a["value"], keep_where=False))

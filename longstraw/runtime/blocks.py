@@ -10,13 +10,13 @@ Verdicts come from interval arithmetic on the block's program (`intervals.py`): 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
 from longstraw.blocks import (
-    UNSEEN,
     BlockProgram,
     Call,
     Count,
@@ -132,15 +132,15 @@ def bind(
     values: Sequence[torch.Tensor | int | float],
     rows: Rows = None,
     *,
-    finite_floor_is_unseen: bool = False,
+    unseen: float = float("-inf"),
 ) -> BoundBlocks:
     """The blocks of a mask for some rows (None: all), given the whole values of `program.inputs`.
 
-    `finite_floor_is_unseen`: count a key whose bias is finite but very negative (-1e30 or less, or the dtype's least
-    number) as not seen. This is right only where every query has another key that it sees.
+    `unseen`: a key whose bias is at most this, or the dtype's least number, is not seen. A finite number is right only
+    where every query has another key that it sees.
     """
     assert len(values) == len(program.inputs), "one value per input"
-    return BoundBlocks(program, values, rows, finite_floor_is_unseen)
+    return BoundBlocks(program, values, rows, unseen)
 
 
 class BoundBlocks:
@@ -151,12 +151,13 @@ class BoundBlocks:
         program: BlockProgram,
         values: Sequence[torch.Tensor | int | float],
         rows: Rows,
-        finite_floor_is_unseen: bool,
+        unseen: float,
     ) -> None:
         self.program = program
         self.device = program.device
         self.dtype = program.dtype
-        self._unseen_floor = finite_floor_is_unseen
+        is_bias = self.dtype.is_floating_point and math.isfinite(unseen)
+        self.unseen = max(unseen, torch.finfo(self.dtype).min) if is_bias else unseen
         self._rows = rows
         with torch.no_grad():
             self._reads = [
@@ -169,15 +170,6 @@ class BoundBlocks:
         self._one_sided: dict[tuple[int, tuple[int, ...]], Interval] = {}
         self._verdicts: dict[tuple[int, int, int, int], Verdict] = {}
         self._tensors: dict[tuple[int, int, int, int], torch.Tensor] = {}
-
-    @property
-    def finite_floor_is_unseen(self) -> bool:
-        return self._unseen_floor
-
-    @finite_floor_is_unseen.setter
-    def finite_floor_is_unseen(self, value: bool) -> None:
-        self._unseen_floor = value
-        self._verdicts.clear()
 
     def verdict(self, q0: int, q1: int, k0: int, k1: int) -> Verdict:
         """What holds for the whole block."""
@@ -310,9 +302,7 @@ class BoundBlocks:
             return "all" if low else "mixed" if high else "none"
         if low == high == 0:
             return "all"
-        floor = max(UNSEEN, torch.finfo(self.dtype).min) if self.dtype.is_floating_point else float("-inf")
-        unseen = high <= floor if self._unseen_floor else high == float("-inf")
-        return "none" if unseen else "mixed"
+        return "none" if high <= self.unseen else "mixed"
 
     def _interval(self, q0: int, q1: int, k0: int, k1: int) -> Interval:
         """Bounds of every element of the block."""

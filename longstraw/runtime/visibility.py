@@ -35,20 +35,20 @@ def first_seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int) -> int:
     return unseen
 
 
-def _later(blocks: Blocks, lo: int, hi: int, stop: int) -> Iterator[Tensor]:
+def _later(blocks: Blocks, lo: int, hi: int, stop: int, *, least: float) -> Iterator[Tensor]:
     """Yield bools, one of which is true if any query `lo` to `hi` sees a key after itself and before `stop`."""
     if blocks.verdict(lo, hi, hi, stop) != "none":
         for k in range(hi, stop, _CHECKED_KEYS):
-            yield _seen(blocks, lo, hi, k, min(k + _CHECKED_KEYS, stop)).any()
+            yield _seen(blocks, lo, hi, k, min(k + _CHECKED_KEYS, stop), least=least).any()
     if hi - lo > _CHECKED_QUERIES:
         middle = (lo + hi) // 2
-        yield from _later(blocks, lo, middle, hi)
-        yield from _later(blocks, middle, hi, hi)
+        yield from _later(blocks, lo, middle, hi, least=least)
+        yield from _later(blocks, middle, hi, hi, least=least)
     elif hi - lo > 1:
-        yield _seen(blocks, lo, hi, lo, hi).triu(1).any()
+        yield _seen(blocks, lo, hi, lo, hi, least=least).triu(1).any()
 
 
-def _seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int, *, least: float = UNSEEN) -> Tensor:
+def _seen(blocks: Blocks, q0: int, q1: int, k0: int, k1: int, *, least: float) -> Tensor:
     """Return which queries see which keys: those with a bias above `least`."""
     block = blocks.tensor(q0, q1, k0, k1)
     return block if block.dtype == torch.bool else block > least
@@ -74,9 +74,15 @@ class Visibility:
                 del self._blocks[next(iter(self._blocks))]
             neighbours = list(rows) == list(range(rows[0], rows[-1] + 1))  # read in place, not copied
             chosen = slice(rows[0], rows[-1] + 1) if neighbours else list(rows)
+            selecting = {index for chooser in self._branch.choosers for index in chooser.masks}
             programs = [
-                bind(program, [self._values[node] for node in program.inputs], chosen, finite_floor_is_unseen=True)
-                for program in self._branch.masks
+                bind(
+                    program,
+                    [self._values[node] for node in program.inputs],
+                    chosen,
+                    unseen=UNSEEN if index in selecting else HIDING,
+                )
+                for index, program in enumerate(self._branch.masks)
             ]
             table: list[Blocks] = []
             for site in self._readers():
@@ -109,14 +115,15 @@ class Visibility:
         for site, blocks in pairs.values():
             if isinstance(site, Site) and any(self._branch.finite[index] for index in site.masks):
                 self._check_some_key(site, blocks, lo, hi)
-            later = () if isinstance(site, Site) and site.causal else tuple(_later(blocks, lo, hi, stop))
+            least = HIDING if isinstance(site, Site) else UNSEEN
+            later = () if isinstance(site, Site) and site.causal else tuple(_later(blocks, lo, hi, stop, least=least))
             if later and bool(torch.stack(later).any()):
                 raise UnsupportedMask(
                     "Attention lets a token see later tokens: the model is not causal.",
                     where=site.line,
                     remedy="longstraw needs causal attention: pass a causal mask, or set the model's config to causal. "
-                    "A mask that is added to the scores must be -inf, or the lowest number of its dtype, for later "
-                    "tokens: a key with -1e9 is seen, by a query that sees no other.",
+                    f"A mask that is added to scores must be -inf or at most {HIDING:g} for later tokens; one that is "
+                    "added to the scores of a selection, -inf or the lowest number of its dtype.",
                 )
 
     def _check_factors(self) -> None:
@@ -133,8 +140,7 @@ class Visibility:
                         )
 
     def _check_some_key(self, site: Site, blocks: Blocks, lo: int, hi: int) -> None:
-        fills = any(self._branch.finite[i] and self._branch.masks[i].dtype == torch.bool for i in site.masks)
-        least = HIDING / 2 if fills else UNSEEN  # a bias nearly as low as what fills the scores of unseen keys
+        least = HIDING / 2  # a bias nearly as low as that of unseen keys is none of a key that is surely seen
         seen: Tensor | None = None
         for k in range(hi, 0, -_CHECKED_KEYS):
             found = _seen(blocks, lo, hi, max(0, k - _CHECKED_KEYS), k, least=least).any(-1)

@@ -73,8 +73,13 @@ def test_a_block_whose_tokens_see_later_ones_is_refused(span_tokens: int, withou
     for at in ([9, 10], [10, 11], [9, 11], [11, 12]):  # of one span or of two; no result needs the last token
         prompt, responses, weights = marked(at)
         weights[:, responses.shape[1] - without_gradient :] = 0
-        with pytest.raises(UnsupportedMask, match="not causal"):
-            compiled(model, prompt, responses, weights)
+        if min(at) < 12 - without_gradient:
+            with pytest.raises(UnsupportedMask, match="not causal"):
+                compiled(model, prompt, responses, weights)
+        else:  # no token that runs sees it
+            torch.testing.assert_close(
+                compiled(model, prompt, responses, weights), step(model, prompt, responses, weights)
+            )
 
 
 @pytest.mark.parametrize("made", [torch.zeros_like, torch.ones_like, lambda x: torch.full_like(x, 3)])

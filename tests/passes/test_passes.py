@@ -110,9 +110,13 @@ def test_normalise_recognises_attention_by_einsum(heads_last: bool, scores: str,
         lambda scores, later: torch.where(later, torch.full_like(scores, -1e9), scores),
         lambda scores, later: torch.where(~later, scores, torch.finfo(scores.dtype).min),
         lambda scores, later: scores + torch.where(later, float("-inf"), 0.0),
+        lambda scores, later: scores + later.double() * -1e9,
+        lambda scores, later: scores + (1.0 - (~later).to(scores.dtype)) * -1e4,
+        lambda scores, later: scores - 1e9 * later,
+        lambda scores, later: scores.sub(torch.zeros(later.shape, dtype=scores.dtype).masked_fill(later, 1e18)),
     ],
 )
-def test_normalise_recognises_masks_by_where(masked: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_normalise_recognises_masks_of_scores(masked: Callable[[Tensor, Tensor], Tensor]) -> None:
     class ByWhere(Tiny):
         def attend(self, x: Tensor) -> Tensor:
             q, v = (self.heads(f(x), KEY_HEADS) for f in (self.key, self.value))

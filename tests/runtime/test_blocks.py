@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, masking_utils
 
 from longstraw import compat
 from longstraw.arch.masks import block_program
+from longstraw.blocks import HIDING, UNSEEN
 from longstraw.runtime.blocks import CausalBlocks, EverySeen, bind, both
 
 G, S, H = 3, 23, 2
@@ -100,9 +101,7 @@ def check(blocks, whole, rows, ranges, single=True):
             if wanted is not None:
                 assert bool((expected == wanted).all()), verdict
             else:
-                floor = max(-1e30, torch.finfo(expected.dtype).min)
-                is_unseen = getattr(blocks, "finite_floor_is_unseen", False)
-                assert float(expected.max()) <= (floor if is_unseen else float("-inf"))
+                assert float(expected.max()) <= getattr(blocks, "unseen", float("-inf"))
         elif single and expected.numel() == 1 and expected.dtype == torch.bool:
             raise AssertionError("a single element is never mixed")
     return verdicts
@@ -170,7 +169,7 @@ def check_all(traced, **options):
 @pytest.mark.parametrize(("build", "mask", "positions"), list(masks_of_transformers()))
 def test_blocks_of_the_librarys_masks_equal_the_whole(build, mask, positions):
     traced = Traced(lambda *args: build(*args), torch.zeros(G, S, 8), mask, positions)
-    verdicts = check_all(traced, finite_floor_is_unseen=True)
+    verdicts = check_all(traced, unseen=UNSEEN)
     assert {"none", "mixed"} <= verdicts
 
 
@@ -315,7 +314,7 @@ IDS = torch.zeros(G, S, dtype=torch.long)
 def test_blocks_of_hand_made_masks_equal_the_whole(function, args):
     traced = Traced(function, IDS, *args)
     check(traced.blocks(leaves), traced.whole, None, ALL_RANGES)
-    verdicts = check_all(traced, finite_floor_is_unseen=True)
+    verdicts = check_all(traced, unseen=UNSEEN)
     if function in WITH_ALL_VERDICTS:
         assert verdicts == {"all", "none", "mixed"}
 
@@ -450,10 +449,10 @@ def test_an_empty_block_is_not_seen():
 
 
 def test_a_finite_floor_is_mixed_unless_the_caller_says_so():
-    blocks = Traced(triangle_of_lowest, IDS).blocks(leaves)
-    assert blocks.verdict(0, 4, 8, 12) == "mixed"
-    blocks.finite_floor_is_unseen = True
-    assert blocks.verdict(0, 4, 8, 12) == "none"
+    traced = Traced(triangle_of_lowest, IDS)
+    assert traced.blocks(leaves).verdict(0, 4, 8, 12) == "mixed"
+    for unseen in (HIDING, UNSEEN, -3e38):
+        assert traced.blocks(leaves, unseen=unseen).verdict(0, 4, 8, 12) == "none"
 
 
 def test_a_verdict_over_a_million_tokens_is_quick():
