@@ -7,6 +7,7 @@ joined to the scores before the softmax and cut off after it is understood too, 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from longstraw import ops
 from longstraw.arch import factors, selection, sinks
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.constants import filled_with
+from longstraw.arch.heads import Heads
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.arch.selected import split
 from longstraw.blocks import HIDING
@@ -57,12 +59,13 @@ def _from_library_call(graph: fx.Graph, node: fx.Node) -> None:
         raise dropout_error(node, a["dropout_p"])
     width = a["query"].meta["val"].shape[-1]
     scale = a["scale"] if a["scale"] is not None else 1.0 / math.sqrt(width)
-    masks = () if a["attn_mask"] is None else (a["attn_mask"],)
     with graph.inserting_before(node):
-        batch = _batch_of(a["query"])
-        lifted = [_four_dims(graph, a[name], node, batch=batch) for name in ("query", "key", "value")]
-        new = _insert(graph, node, lifted, masks, bool(a["is_causal"]), scale, None, (), None)
-        result = new if node.meta["val"].ndim == 4 else _reshape(graph, new, node)
+        operands = [a[name] for name in ("query", "key", "value")]
+        give_up = functools.partial(_give_up, node)
+        heads = Heads(graph, operands, batch=_batch_of(a["query"]), plain=True, give_up=give_up)
+        masks = () if a["attn_mask"] is None else (heads.mask(a["attn_mask"]),)
+        new = _insert(graph, node, heads.operands, masks, bool(a["is_causal"]), scale, None, (), None)
+        result = heads.result(new, node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -117,11 +120,16 @@ def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[
     with graph.inserting_before(output):
         sink = found.sink if rescaled is None else rescaled.sink(graph)
         key = _transposed(graph, key)
-        batch = found.batch or _batch_of(query)
-        masks = tuple(selection.with_rank(graph, mask, 2) for mask in found.masks)
-        lifted = [_four_dims(graph, x, softmax, batch=batch) for x in (query, key, value)]
-        new = _insert(graph, product, lifted, masks, False, scale, score, score_inputs, sink)
-        result = new if product.meta["val"].ndim == 4 else _reshape(graph, new, product)
+        heads = Heads(
+            graph,
+            (query, key, value),
+            batch=found.batch or _batch_of(query),
+            plain=not score_inputs and sink is None,
+            give_up=functools.partial(_give_up, softmax),
+        )
+        masks, score_inputs = (tuple(map(heads.mask, values)) for values in (found.masks, score_inputs))
+        new = _insert(graph, product, heads.operands, masks, False, scale, score, score_inputs, sink)
+        result = heads.result(new, product)
         if output.meta["val"].dtype != product.meta["val"].dtype:
             result = emit(graph, output, aten.to.dtype, result, output.meta["val"].dtype)
     output.replace_all_uses_with(result)
@@ -220,7 +228,12 @@ def _before_expand(node: fx.Node) -> fx.Node:
 def _is_row_maximum(node: fx.Node, of: fx.Node) -> bool:
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
-    return packet(node.target) in (aten.max, aten.amax) and node.args[0] is of
+    if packet(node.target) not in (aten.max, aten.amax) or node.args[0] is not of or len(node.args) < 2:
+        return False
+    dims = node.args[1]
+    return [dim % of.meta["val"].ndim for dim in (dims if isinstance(dims, (list, tuple)) else [dims])] == [
+        of.meta["val"].ndim - 1
+    ]
 
 
 def _step_down(softmax: fx.Node, found: _Scores, is_score: Callable[[fx.Node], bool]) -> tuple[fx.Node, fx.Node]:
@@ -334,42 +347,6 @@ def _batch_of(node: fx.Node) -> tuple[Any, ...] | None:
     while node.meta["val"].ndim == 3 and packet(node.target) in (*_SHAPES, *_CASTS, aten.mul, aten.transpose):
         node = node.args[0]  # type: ignore[assignment]
     return tuple(node.meta["val"].shape[:2]) if node.meta["val"].ndim == 4 else None
-
-
-def _four_dims(graph: fx.Graph, node: fx.Node, at: fx.Node, batch: Any = None) -> fx.Node:
-    """Return an operand as `[rows, heads, tokens, width]`."""
-    value = node.meta["val"]
-    if value.ndim == 4:
-        return node
-    if value.ndim == 5:  # grouped heads [rows, key_heads, group, tokens, width]
-        shape = (value.shape[0], value.shape[1] * value.shape[2], *value.shape[3:])
-    elif value.ndim == 3 and batch is not None:
-        shape = (*batch, *value.shape[1:])  # [rows * heads, tokens, width]
-    elif value.ndim == 3:
-        shape = (value.shape[0], 1, *value.shape[1:])
-    else:
-        _give_up(at, f"an operand has {value.ndim} dims")
-    new = graph.call_function(aten.reshape.default, (node, [_size_argument(graph, s) for s in shape]))
-    new.meta = {**node.meta, "val": value.reshape(shape)}
-    return new
-
-
-def _reshape(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
-    shape = like.meta["val"].shape
-    new = graph.call_function(aten.reshape.default, (node, [_size_argument(graph, s) for s in shape]))
-    new.meta = dict(like.meta)
-    return new
-
-
-def _size_argument(graph: fx.Graph, size: Any) -> Any:
-    """Return a size as a graph argument; a symbolic one is looked up among the graph's size nodes."""
-    if isinstance(size, int):
-        return size
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
-            return node
-    return -1
 
 
 def _not_attention(node: fx.Node, why: str) -> MixesTokens:

@@ -102,7 +102,7 @@ class _Builder:
         latents = self._latents(key, value)
         kept = [self._state(x, line) if latents is None else self._slot(latents.node, line) for x in (key, value)]
         places = [list(self.slots).index(x) for x in kept]
-        programs = [self._program(self.mask_of[m], line) for m in masks]
+        programs = [self._program(m, line) for m in masks]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
         self.sites.append(
             Site(
@@ -153,7 +153,7 @@ class _Builder:
         widths = [
             sizes.width(n.meta["val"]) for n in function.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
         ]
-        programs = tuple(self._program(self.mask_of[m], line) for m in masks)
+        programs = tuple(self._program(m, line) for m in masks)
         self.choosers.append(
             Chooser(tuple(places), programs, k, function, query_dims, max(widths), line, _module(node))
         )
@@ -191,7 +191,15 @@ class _Builder:
     def _replaced(self, node: fx.Node, new: fx.Node) -> None:
         self.frontier = tuple(new if n is node else n for n in self.frontier)
 
-    def _program(self, mask: fx.Node, line: str) -> int:
+    def _program(self, placeholder: fx.Node, line: str) -> int:
+        mask = self.mask_of.get(placeholder)
+        if mask is None:
+            raise UnsupportedMask(
+                "A mask or bias of attention scores is computed from hidden values.",
+                where=line,
+                remedy="What is added to scores may depend on positions, on inputs and on parameters. Multiply queries "
+                "or keys by what depends on them, or add it to the queries and keys before their product.",
+            )
         if mask not in self.program_of:
             kinds = self.step.kinds
             try:

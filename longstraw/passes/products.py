@@ -46,23 +46,39 @@ def _product(node: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node | None:
     (a, b), result = einsum_letters(arguments(node)["equation"], [len(shape) for shape in shapes])
     if [letter for letter in result if letter in {*a} ^ {*b}][-1:] == [letter for letter in a if letter not in b]:
         left, right, a, b, shapes = right, left, b, a, shapes[::-1]  # what comes last in the result stands on the right
-    batch = [letter for letter in result if letter in a and letter in b]
     summed = [letter for letter in a if letter in b and letter not in result]
-    of_left, of_right = ([letter for letter in own if letter not in other] for own, other in ((a, b), (b, a)))
+    of_a, of_b = (
+        dict(zip(term, map(expression, shape), strict=True)) for term, shape in ((a, shapes[0]), (b, shapes[1]))
+    )
+    row, column = _matrix_dim(a, b, of_a), _matrix_dim(b, a, of_b)
     once = all(len(set(term)) == len(term) for term in (a, b, result))
-    one_each = len(summed) == len(of_left) == len(of_right) == 1 and {*of_left, *of_right} <= set(result)
-    if not once or not one_each:
+    if not once or len(summed) != 1 or row is None or column is None or not {*a, *b} - {*summed} <= set(result):
         return None
-    sizes = [expression(shape[term.index(summed[0])]) for shape, term in zip(shapes, (a, b), strict=True)]
-    if sizes[0] != sizes[1]:  # one of them is broadcast
+    if of_a[summed[0]] != of_b[summed[0]]:  # one of them is broadcast
         return None
+    batch = [letter for letter in result if letter not in (row, column)]
     call = functools.partial(emit, node.graph, node)
-    one = _permuted(call, left, a, [*batch, *of_left, *summed])
-    other = _permuted(call, right, b, [*batch, *summed, *of_right])
-    return _permuted(call, call(aten.matmul.default, one, other), [*batch, *of_left, *of_right], result)
+    one = _permuted(call, left, a, [*batch, row, *summed])
+    other = _permuted(call, right, b, [*batch, *summed, column])
+    return _permuted(call, call(aten.matmul.default, one, other), [*batch, row, column], result)
+
+
+def _matrix_dim(letters: list[str], others: list[str], sizes: dict[str, Any]) -> str | None:
+    """Return which of the dims that only one operand has is a dim of the matrices, or None where that isn't clear.
+
+    Of several it is the one whose size is no number. The others are dims of the batch, in which the other operand is
+    the same throughout.
+    """
+    own = [letter for letter in letters if letter not in others]
+    tokens = [letter for letter in own if sizes[letter].free_symbols]
+    return own[0] if len(own) == 1 else tokens[0] if len(tokens) == 1 else None
 
 
 def _permuted(call: Any, value: fx.Node, letters: list[str], wanted: list[str]) -> fx.Node:
-    order = [letters.index(letter) for letter in wanted]
+    """Return a value with its dims in the order wanted, of size 1 where it has none."""
+    order = [letters.index(letter) for letter in wanted if letter in letters]
     found: fx.Node = value if order == sorted(order) else call(aten.permute.default, value, order)
+    for i, letter in enumerate(wanted):
+        if letter not in letters:
+            found = call(aten.unsqueeze.default, found, i)
     return found
