@@ -24,14 +24,13 @@ from longstraw.arch.constants import filled_with
 from longstraw.arch.heads import Heads
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.arch.selected import split
+from longstraw.arch.spellings import CASTS, VIEWS, before
 from longstraw.blocks import HIDING
 from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.matmul, aten.bmm, aten.baddbmm)
-_CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
-_SHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.unsqueeze, aten.squeeze)
 _MINUS = (aten.sub, aten.subtract)
 _SOFTMAX = (aten.softmax, aten._softmax, aten._safe_softmax)
 
@@ -159,12 +158,12 @@ def _step_up(
     name = packet(node.target)
     if node.op != "call_function":
         _give_up(softmax, "its scores don't come from a product of queries and keys")
-    if name in _CASTS or name in _SHAPES:
+    if name in CASTS or name in VIEWS:
         return node.args[0]  # type: ignore[return-value]
     if name in (aten.cat, aten.concat) and found.sink is None:
         parts: Any = node.args[0]
         if len(parts) == 2 and parts[1].meta["val"].shape[-1] == 1:
-            found.sink = _before_expand(parts[1])
+            found.sink = before(parts[1], (*VIEWS, *CASTS))
             return parts[0]
     operands = tensors(node.args)
     if name in _MINUS and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):
@@ -219,12 +218,6 @@ def _varies_with_tokens(node: fx.Node) -> bool:
     return any(bool(expression(size).free_symbols) for size in shape)
 
 
-def _before_expand(node: fx.Node) -> fx.Node:
-    while packet(node.target) in (*_SHAPES, *_CASTS):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def _is_row_maximum(node: fx.Node, of: fx.Node) -> bool:
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
@@ -250,7 +243,7 @@ def _step_down(softmax: fx.Node, found: _Scores, is_score: Callable[[fx.Node], b
             if left is not node:
                 _give_up(softmax, "its weights are not the left operand of a product with the values")
             return user, right  # type: ignore[return-value]
-        if name in _CASTS or name in _SHAPES or (name is aten.slice and found.sink is not None):
+        if name in CASTS or name in VIEWS or (name is aten.slice and found.sink is not None):
             node = user
         elif name is aten.mul and all(not isinstance(x, fx.Node) or x is node for x in user.args):
             _give_up(softmax, "its weights are scaled")
@@ -304,7 +297,7 @@ def _score_function(
 def _leads_to(node: fx.Node, scaled: fx.Node, chain: set[fx.Node]) -> bool:
     """Return whether casts and views alone lead from a step of the chain or the scaled products to this node."""
     while node is not scaled and node not in chain:
-        if packet(node.target) not in (*_CASTS, *_SHAPES):
+        if packet(node.target) not in (*CASTS, *VIEWS):
             return False
         node = node.args[0]  # type: ignore[assignment]
     return True
@@ -344,7 +337,7 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _batch_of(node: fx.Node) -> tuple[Any, ...] | None:
     """Return rows and heads of an operand `[rows * heads, tokens, width]`, from the value that was flattened."""
-    while node.meta["val"].ndim == 3 and packet(node.target) in (*_SHAPES, *_CASTS, aten.mul, aten.transpose):
+    while node.meta["val"].ndim == 3 and packet(node.target) in (*VIEWS, *CASTS, aten.mul, aten.transpose):
         node = node.args[0]  # type: ignore[assignment]
     return tuple(node.meta["val"].shape[:2]) if node.meta["val"].ndim == 4 else None
 

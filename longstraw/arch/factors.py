@@ -15,13 +15,12 @@ from torch import fx
 from longstraw import compat
 from longstraw.arch.constants import filled_with
 from longstraw.arch.rules import arguments, emit, packet, tensors
-from longstraw.arch.selection import CASTS, NOT
+from longstraw.arch.spellings import CASTS, NOT, VIEWS, before, sizes_of
 from longstraw.blocks import HIDING
-from longstraw.compat import expression
 
 aten = torch.ops.aten
 _ARITHMETIC = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, *CASTS, *NOT)
-_VIEWS = (aten.slice, aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.expand, *CASTS)
+_VIEWS = (aten.slice, *VIEWS, *CASTS)
 _UNPROVEN = "may_be_other_than_zero_or_one"
 """Under this name `factor != 0` says in its meta that the run time has to look at the factor's values."""
 
@@ -61,12 +60,13 @@ def masked(node: fx.Node, *, is_mask: Callable[[fx.Node], bool], is_score: Calla
         return None
     sign = 1 if packet(node.target) is aten.add else -1
     for left, right in ((a["self"], a["other"]), (a["other"], a["self"]))[: 2 if sign == 1 else 1]:
-        product = _before_casts(left)
+        product = before(left, CASTS)
         operands = tensors(product.args)
         if packet(product.target) is not aten.mul or len(operands) != 2 or sum(map(is_score, operands)) != 1:
             continue
         scores, factor = sorted(operands, key=lambda x: not is_score(x))
-        if not is_mask(factor) or not _sizes(scores) == _sizes(product) == _sizes(node):
+        shapes = [sizes_of(x.meta["val"]) for x in (scores, product, node)]
+        if not is_mask(factor) or shapes.count(shapes[0]) != 3:
             continue
         hidden, seen = (_value(right, factor, at) for at in (0, 1))
         if hidden is not None and seen == 0 and sign * hidden <= HIDING:
@@ -91,7 +91,7 @@ def origin(seen: fx.Node, *, is_light: Callable[[fx.Node], bool]) -> fx.Node | N
 
 def _value(node: fx.Node, factor: fx.Node, at: int) -> float | None:
     """Return what arithmetic on a factor alone gives where the factor has a value; None for anything else."""
-    base = _before_casts(factor)
+    base = before(factor, CASTS)
 
     def run(node: Any) -> Any:
         if not isinstance(node, fx.Node):
@@ -99,7 +99,7 @@ def _value(node: fx.Node, factor: fx.Node, at: int) -> float | None:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise _OtherError
-        if _before_casts(node) is base:
+        if before(node, CASTS) is base:
             return torch.full((1,), at, dtype=value.dtype)
         if node.op == "get_attr" and value.ndim == 0 and (number := filled_with(node)) is not None:
             return torch.tensor(number, dtype=value.dtype)
@@ -126,13 +126,3 @@ def _shows_zero_or_one(node: fx.Node) -> bool:
     if packet(node.target) in (aten.tril, aten.triu):
         return filled_with(node.args[0]) in (0, 1)
     return bool(node.meta["val"].dtype == torch.bool)
-
-
-def _before_casts(node: fx.Node) -> fx.Node:
-    while packet(node.target) in CASTS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _sizes(node: fx.Node) -> list[Any]:
-    return [expression(size) for size in node.meta["val"].shape]

@@ -314,13 +314,29 @@ def padded_tokens(r: Reader, node: fx.Node, source: Layout) -> Layout | None:
     token = source[d][0]
     if len(source[d]) != 1 or not isinstance(token, Tokens):
         r.unsupported(node, "it pads a dim of rows and tokens")
-    if not _is_whole(r, token):
-        r.unsupported(node, "it pads a part of the tokens, or tokens that are padded already")
     if a.get("mode", "constant") != "constant" or a["value"] not in (None, 0, 0.0):
         r.unsupported(node, "it pads tokens with something else than zeros")
     pair = amounts[2 * places[0] : 2 * places[0] + 2]
     before, after = (expression(n.meta["val"] if isinstance(n, fx.Node) else n) for n in pair)
+    if (
+        before.is_Integer
+        and before > 0
+        and r.same_window(Tokens(token.start, token.stop + after + before), r.sizes.full)
+    ):
+        return _shifted(r, node, source, d, int(before))
+    if not _is_whole(r, token):
+        r.unsupported(node, "it pads a part of the tokens, or tokens that are padded already")
     return (*source[:d], (Tokens(token.start - before, token.stop + after),), *source[d + 1 :])
+
+
+def _shifted(r: Reader, node: fx.Node, source: Layout, d: int, by: int) -> Layout:
+    """Zeros before the first token, and as many of the last ones cut off: every token gets the value of another."""
+    if source[0] not in ((ROWS,), ()) or d == 0:
+        r.unsupported(node, "its input is not laid out with rows first")
+    value = node.meta["val"]
+    sizes = _plain(by if i == d else size for i, size in enumerate(value.shape) if i != 0)
+    r.scans[node] = SpanForm(short_conv.shift, lambda n: (n.args[0], d, by), sizes, value.dtype, pair=False)
+    return (*source[:d], (r.sizes.full,), *source[d + 1 :])
 
 
 def summed(r: Reader, node: fx.Node, source: Layout, d: int) -> Layout:

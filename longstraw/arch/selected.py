@@ -15,13 +15,14 @@ from torch import fx
 from longstraw import ops
 from longstraw.arch.constants import filled_with
 from longstraw.arch.rules import arguments, emit, packet, tensors
-from longstraw.arch.selection import CASTS, NOT, is_sum, is_unseen, with_rank
+from longstraw.arch.selection import is_sum, is_unseen, with_rank
+from longstraw.arch.spellings import CASTS, NOT, VIEWS, before, sizes_of
 from longstraw.blocks import UNSEEN
 from longstraw.compat import expression
 
 aten = torch.ops.aten
 _AND = (aten.logical_and, aten.bitwise_and)
-_VIEWS = (aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten.expand, *CASTS)
+_VIEWS = (*VIEWS, *CASTS)
 
 _Everything = object()
 """Stands for a selection of all keys."""
@@ -57,14 +58,14 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
         found.append(selected)
         return None
     if name in _VIEWS and len(tensors(mask.args)) == 1:
-        before = len(found)
+        known = len(found)
         rest = _take_off(graph, mask.args[0], found)  # type: ignore[arg-type]
-        if len(found) == before or rest is None:
-            return mask if len(found) == before else None
+        if len(found) == known or rest is None:
+            return mask if len(found) == known else None
         inside = mask.args[0].meta["val"]  # type: ignore[union-attr]
         rest = with_rank(graph, rest, inside.ndim)
-        if name in (aten.view, aten.reshape, aten.squeeze) and _sizes(rest.meta["val"]) != _sizes(inside):
-            del found[before:]  # what is left has other sizes than the view was told
+        if name in (aten.view, aten.reshape, aten.squeeze) and sizes_of(rest.meta["val"]) != sizes_of(inside):
+            del found[known:]  # what is left has other sizes than the view was told
             return mask
         return emit(graph, mask, mask.target, rest, *mask.args[1:])
     if name is aten.masked_fill and is_unseen(arguments(mask)["value"]):
@@ -74,19 +75,15 @@ def _take_off(graph: fx.Graph, mask: fx.Node, found: list[Any]) -> fx.Node | Non
             found.append(selected)
             return _take_off(graph, base, found)  # type: ignore[arg-type]
     if (name in _AND and len(tensors(mask.args)) == 2) or is_sum(mask):
-        before = len(found)
+        known = len(found)
         parts = [_take_off(graph, x, found) for x in tensors(mask.args)]
-        if len(found) == before:
+        if len(found) == known:
             return mask
         left = [part for part in parts if part is not None]
         if len(left) < 2:
             return left[0] if left else None
         return emit(graph, mask, mask.target, *left)
     return mask
-
-
-def _sizes(value: torch.Tensor) -> list[Any]:
-    return [expression(size) for size in value.shape]
 
 
 def _selected(node: Any, *, seen: bool) -> Any:
@@ -105,9 +102,7 @@ def _selected(node: Any, *, seen: bool) -> Any:
         says = bool(value) == seen and bool(base) != seen
     else:
         says = value == 0 and base <= UNSEEN if seen else value <= UNSEEN and base == 0
-    index = a["index"]
-    while packet(index.target) in CASTS:
-        index = index.args[0]
+    index: Any = before(a["index"], CASTS)
     if not says:
         return None
     if index.target is ops.select:

@@ -18,12 +18,11 @@ from longstraw import ops
 from longstraw.arch.aten import is_pointwise
 from longstraw.arch.constants import filled_with
 from longstraw.arch.rules import arguments, emit, op_name, packet, tensors
+from longstraw.arch.spellings import CASTS, NOT
 from longstraw.blocks import UNSEEN
 from longstraw.compat import expression
 
 aten = torch.ops.aten
-CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
-NOT = (aten.logical_not, aten.bitwise_not)
 
 
 def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) -> None:

@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from longstraw.arch.rules import arguments, emit, packet, tensors
-from longstraw.arch.selection import CASTS
-from longstraw.compat import expression
+from longstraw.arch.spellings import CASTS, SAME_ORDER, before, sizes_of
 
 aten = torch.ops.aten
-_SAME_ORDER = (*CASTS, aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze)
+_SAME_ORDER = (*CASTS, *SAME_ORDER)
 """Ops that keep the order of a value's elements: where sizes are the same again, so is what dims mean."""
 
 
@@ -59,7 +58,7 @@ def rescaled(softmax: fx.Node, product: fx.Node) -> Rescaled | None:
         softmax: of the scores `[rows, heads, tokens, tokens]`.
         product: of its weights and the values.
     """
-    scores = _before(arguments(softmax)["self"], CASTS)
+    scores = before(arguments(softmax)["self"], CASTS)
     output = product
     while len(output.users) == 1 and packet(next(iter(output.users)).target) in CASTS:
         output = next(iter(output.users))
@@ -90,7 +89,7 @@ def _logit(factor: fx.Node, scores: fx.Node) -> fx.Node | None:
     if total is None or packet(total.target) is not aten.logsumexp or a["alpha"] != 1:
         return None
     summed = arguments(total)
-    if _before(summed["self"], CASTS) is not scores or list(summed["dim"]) not in ([-1], [3]):
+    if before(summed["self"], CASTS) is not scores or list(summed["dim"]) not in ([-1], [3]):
         return None
     whole, sizes, logit = _sizes(scores)[:3], _sizes(difference), a["other"]
     if sizes not in (whole, [*whole, 1]):
@@ -98,12 +97,6 @@ def _logit(factor: fx.Node, scores: fx.Node) -> fx.Node | None:
     given = [1] * (len(sizes) - logit.meta["val"].ndim) + _sizes(logit)
     same_for_all = given[0] == 1 and given[1] in (1, whole[1]) and all(size == 1 for size in given[2:])
     return logit if same_for_all else None
-
-
-def _before(node: fx.Node, through: tuple[Any, ...]) -> fx.Node:
-    while packet(node.target) in through:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _only_used_here(node: fx.Node, through: tuple[Any, ...]) -> fx.Node | None:
@@ -114,4 +107,4 @@ def _only_used_here(node: fx.Node, through: tuple[Any, ...]) -> fx.Node | None:
 
 
 def _sizes(node: fx.Node) -> list[Any]:
-    return [expression(size) for size in node.meta["val"].shape]
+    return sizes_of(node.meta["val"])

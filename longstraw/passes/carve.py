@@ -274,7 +274,7 @@ class _Carver:
             d = arguments(node)["dim"] % len(layout)
             if before is not None and has(before[d], Tokens):
                 return self._operand(node, source)
-        if name in (aten.pad, aten.constant_pad_nd):
+        if name in (aten.pad, aten.constant_pad_nd) and node not in self.step.scans:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             before = self.step.layouts.get(source)

@@ -24,8 +24,9 @@ from torch import fx
 
 from longstraw.arch import attention as attention_rule
 from longstraw.arch import selection
-from longstraw.arch.constants import fill_by_size
+from longstraw.arch.constants import fill_by_size, filled_with
 from longstraw.arch.rules import arguments, emit, packet, tensors
+from longstraw.arch.spellings import same_sizes
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
@@ -51,6 +52,7 @@ def normalise(traced: Traced) -> Normalised:
     _drop_no_ops(module.graph)
     fill_by_size(module.graph)
     _take_tokens_by_slices(module.graph)
+    _pad_in_place_of_joining_zeros(module.graph)
     _narrow_before_expanding(module.graph)
     _gather_where_indices_count(module.graph)
     write_einsums_as_products(module.graph)
@@ -191,8 +193,28 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
         whole = a["start"] in (0, None) and a["step"] == 1 and (end is None or (isinstance(end, int) and end >= _END))
         return operands[0] if whole else None
     if name in (aten.view, aten.reshape, aten._unsafe_view, aten.expand) and before.ndim == after.ndim:
-        return operands[0] if _same_sizes(before.shape, after.shape) else None
+        return operands[0] if same_sizes(before.shape, after.shape) else None
     return None
+
+
+def _pad_in_place_of_joining_zeros(graph: fx.Graph) -> None:
+    """Write `cat([zeros, hidden])`, along a dim whose size is no number, as the padding that it is."""
+    for node in list(graph.nodes):
+        if packet(node.target) is not aten.cat or not node.meta["val"].dtype.is_floating_point:
+            continue
+        a = arguments(node)
+        parts, d = a["tensors"], a["dim"] % node.meta["val"].ndim
+        if len(parts) != 2 or filled_with(parts[0]) != 0 or parts[1].meta["val"].dtype != node.meta["val"].dtype:
+            continue
+        zeros, size = (expression(part.meta["val"].shape[d]) for part in parts)
+        if d == 0 or not zeros.is_Integer or not size.free_symbols:
+            continue
+        with graph.inserting_before(node):
+            amounts = [0, 0] * (node.meta["val"].ndim - 1 - d) + [int(zeros), 0]
+            new = graph.call_function(aten.constant_pad_nd.default, (parts[1], amounts))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def _take_tokens_by_slices(graph: fx.Graph) -> None:
@@ -235,7 +257,7 @@ def _narrow_before_expanding(graph: fx.Graph) -> None:
             continue
         sizes = list(node.args[0].args[1])
         sizes[d] = after[d]
-        if _same_sizes(before, after):
+        if same_sizes(before, after):
             new = source
         else:
             with graph.inserting_before(node):
@@ -255,7 +277,7 @@ def _gather_where_indices_count(graph: fx.Graph) -> None:
         if len(indices) != len(shape) or len(indices) < 2 or any(index is None for index in indices):
             continue
         *counting, chosen = indices
-        if chosen.meta["val"].dtype != torch.int64 or not _same_sizes(chosen.meta["val"].shape, shape[:-1]):
+        if chosen.meta["val"].dtype != torch.int64 or not same_sizes(chosen.meta["val"].shape, shape[:-1]):
             continue
         if all(_counts(index, d, shape) for d, index in enumerate(counting)):
             with graph.inserting_before(node):
@@ -278,12 +300,8 @@ def _counts(index: fx.Node, d: int, shape: Sequence[Any]) -> bool:
     if (
         not one_dim
         or packet(index.target) is not aten.arange
-        or not _same_sizes(index.meta["val"].shape, shape[d : d + 1])
+        or not same_sizes(index.meta["val"].shape, shape[d : d + 1])
     ):
         return False
     a = arguments(index)
     return a.get("start", 0) in (0, None) and a.get("step", 1) in (1, None)
-
-
-def _same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(expression(x) == expression(y) for x, y in zip(one, other, strict=True))

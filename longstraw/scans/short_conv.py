@@ -1,4 +1,4 @@
-"""Causal convolutions and running sums along tokens: what they carry is a few inputs, or the sum so far."""
+"""Causal convolutions, shifts and running sums along tokens: what they carry is a few inputs, or the sum so far."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ def causal_conv(
     joined = torch.cat([tail.to(x.dtype), x], -1)
     out = F.conv1d(joined, weight, bias, dilation=dilation, groups=groups)
     return out, joined[..., joined.shape[-1] - tail.shape[-1] :]
+
+
+def shift(x: Tensor, dim: int, by: int, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every token the value of an earlier one.
+
+    Args:
+        x: the span, tokens along `dim`.
+        dim: the token dim.
+        by: how many tokens earlier.
+        tail: the last `by` values before the span, along `dim`.
+
+    Returns:
+        A value of `x`'s shape, and the last values up to the span's end.
+    """
+    joined = torch.cat([tail.to(x.dtype), x], dim)
+    return joined.narrow(dim, 0, x.shape[dim]), joined.narrow(dim, x.shape[dim], by)
 
 
 def running_sum(x: Tensor, dim: int, dtype: torch.dtype, total: Tensor) -> tuple[Tensor, Tensor]:

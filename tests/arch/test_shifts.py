@@ -1,0 +1,70 @@
+"""Token shifts: every token also gets the value of the token before, or of one some tokens before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.small import WIDTH, Tiny, assert_refused, assert_same, inputs, records, step
+
+Shift = Callable[[Tensor], Tensor]
+
+
+class Shifted(Tiny):
+    """Mixes hidden values with shifted ones before an attention and before the feed-forward."""
+
+    def __init__(self, shift: Shift) -> None:
+        super().__init__()
+        self.shift = shift
+        self.mix = nn.Parameter(torch.rand(2, WIDTH).double())
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = torch.lerp(x, self.shift(x), self.mix[0])
+        x = x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
+        return x + self.down(torch.tanh(self.up(torch.lerp(x, self.shift(x), self.mix[1]))))
+
+
+SHIFTS: dict[str, Shift] = {
+    "padded and cut": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "cut and padded": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)),
+    "ZeroPad2d": nn.ZeroPad2d((0, 0, 1, -1)),
+    "joined": lambda x: torch.cat([torch.zeros(x.shape[0], 1, WIDTH, dtype=x.dtype), x[:, :-1]], 1),
+    "joined with zeros like it": lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "joined with new zeros": lambda x: torch.cat((x.new_zeros(x.shape[0], 1, x.shape[2]), x[:, :-1]), dim=-2),
+    "by three": lambda x: F.pad(x, (0, 0, 3, -3)),
+    "by two, tokens last": lambda x: F.pad(x.mT, (2, -2)).mT,
+    "twice": lambda x: F.pad(F.pad(x, (0, 0, 1, -1)), (0, 0, 1, -1)),
+    "cut short twice": lambda x: F.pad(x[:, :-2], (0, 0, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("options", [{}, {"span_tokens": 1}, {"span_tokens": 100, "prompt_grad": "exact"}], ids=str)
+def test_shifted_tokens_are_exact(name: str, options: dict[str, object]) -> None:
+    torch._dynamo.reset()
+    assert_same(Shifted(SHIFTS[name]), *inputs(), **options)
+
+
+def test_what_is_kept_of_a_shift_are_the_last_values() -> None:
+    carries = records(step, Shifted(SHIFTS["by three"]), *inputs())["lower"].step.branches[0].carries
+    assert [(carry.kind, carry.shape) for carry in carries] == [("shift", (3, WIDTH))] * 2
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [
+        lambda x: F.pad(x, (0, 0, -1, 1)),
+        lambda x: torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1),
+        lambda x: torch.roll(x, 1, 1),
+        lambda x: F.pad(x, (0, 0, 1, -1), value=1.0),
+        lambda x: F.pad(x[:, 1:], (0, 0, 1, 0)),
+    ],
+    ids=["later", "later, joined", "around", "ones", "same place"],
+)
+def test_other_shifts_are_refused(shift: Shift) -> None:
+    assert_refused("(?s).", Shifted(shift))
