@@ -17,6 +17,12 @@ def embedding(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     if a["weight"] in r.layouts and any(has(dim, Tokens) or has(dim, Rows) for dim in r.layouts[a["weight"]]):
         r.unsupported(node, "its table depends on tokens")
+    if a["scale_grad_by_freq"] and not r.is_light(a["weight"]):
+        r.unsupported(
+            node,
+            "with scale_grad_by_freq the table's gradient is divided by how often a token stands in the whole batch",
+            remedy="Leave scale_grad_by_freq out, or freeze the table.",
+        )
     return (*r.operand(node, a["indices"]), (r.shape(node)[-1],))
 
 
