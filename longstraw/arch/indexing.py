@@ -41,6 +41,15 @@ def gathered(r: Reader, node: fx.Node) -> Layout:
     return (*others[:d], read[1][d], *others[d + 1 :])
 
 
+def taken_along(r: Reader, node: fx.Node) -> Layout:
+    """`take_along_dim`, which PyTorch traces for constant sizes only: it compares them as Python numbers."""
+    r.unsupported(
+        node,
+        "PyTorch traces it for one number of rows and tokens only",
+        remedy="Write x.gather(dim, indices), which picks the same entries where the other sizes are equal.",
+    )
+
+
 def scattered(r: Reader, node: fx.Node) -> Layout:
     """Entries written along a plain dim, for every token."""
     a = arguments(node)
