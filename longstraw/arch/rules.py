@@ -97,6 +97,10 @@ class Reader:
         sizes: compares sizes.
         layouts: layouts found so far.
         is_light: whether a node is computed whole before the segment runs.
+
+    Attributes:
+        marks: values that say where a span's entries stand, or count them (see `arch/places.py`).
+        orders: what was sorted to get an order, by the order's name.
     """
 
     def __init__(
