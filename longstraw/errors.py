@@ -84,9 +84,10 @@ class StaticTokens(LongstrawError, NotImplementedError):
     Args:
         tokens: the size that it was traced with.
         where: the user's source line.
+        remedy: what to do, where the op that made it a constant is known.
     """
 
-    def __init__(self, tokens: int, *, where: str) -> None:
+    def __init__(self, tokens: int, *, where: str, remedy: str | None = None) -> None:
         self.tokens = tokens
         loops = (
             "The model's code turns the length into a Python number or loops over tokens, as recurrent models do: name "
@@ -95,7 +96,7 @@ class StaticTokens(LongstrawError, NotImplementedError):
         super().__init__(
             f"The number of tokens of a row was traced as the constant {tokens}.",
             where=where,
-            remedy=loops
+            remedy=remedy or loops
             if tokens > SHORT_ROW
             else "Rows this short are run as they were traced: use longer ones here.",
         )

@@ -49,9 +49,9 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Counts:
-    """A small histogram over shuffled entries; has a meaning only beside values in that order."""
+    """A small histogram over entries' values; has a meaning only beside entries in the order of those values."""
 
-    order: str
+    values: str
     size: Probe
 
 

@@ -177,6 +177,16 @@ def padded(r: Reader, node: fx.Node) -> Layout:
     return tuple(dim if r.sizes.of_dim(dim) == shape[i] else (shape[i],) for i, dim in enumerate(source))
 
 
+def parametric_relu(r: Reader, node: fx.Node) -> Layout:
+    """One slope, or one for each entry of dim 1."""
+    a = arguments(node)
+    source, slopes = r.operand(node, a["self"]), r.operand(node, a["weight"])
+    if any(dim != () for dim in slopes):
+        for dim in (source[min(1, len(source) - 1)], *slopes):
+            r.keep(node, dim, "it has a slope for each entry of that dim")
+    return source
+
+
 def ordered(r: Reader, node: fx.Node) -> Any:
     """`argsort`, `sort`: along a plain dim, or of all tokens' entries (dispatch to experts)."""
     a = arguments(node)
@@ -223,7 +233,7 @@ def selection(r: Reader, node: fx.Node) -> Layout:
 
 _REDUCTIONS = (
     "sum mean amax amin max min prod var std var_mean norm linalg_vector_norm logsumexp softmax log_softmax _softmax "
-    "_log_softmax _safe_softmax argmax argmin topk cumprod any all count_nonzero softmin roll flip"
+    "_log_softmax _safe_softmax argmax argmin topk cumprod any all count_nonzero softmin roll flip glu"
 )
 _VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as"
 _CREATION = "zeros ones full empty arange new_zeros new_ones new_full new_empty eye scalar_tensor"
@@ -249,11 +259,13 @@ def _table() -> dict[Any, LayoutRule]:
         ("cat concat stack", views.concatenated),
         ("layer_norm rms_norm _fused_rms_norm", normalised),
         ("batch_norm", batch_norm),
+        ("prelu _prelu_kernel", parametric_relu),
         ("linear", linear),
         ("matmul bmm mm baddbmm addmm addbmm mv", matmul),
         ("einsum", einsum),
         ("embedding", indexing.embedding),
         ("gather", indexing.gathered),
+        ("take_along_dim", indexing.taken_along),
         ("scatter scatter_add scatter_reduce index_add", indexing.scattered),
         ("slice_scatter select_scatter", indexing.slice_scattered),
         ("pad constant_pad_nd", padded),
@@ -264,7 +276,7 @@ def _table() -> dict[Any, LayoutRule]:
         ("cumsum", accumulated),
         ("_grouped_mm", moe.grouped_mm),
         ("view_as_complex view_as_real", views.complex_view),
-        ("where masked_fill clamp complex polar addcmul lerp bitwise_not floor_divide", pointwise),
+        ("where masked_fill clamp complex polar addcmul lerp bitwise_not floor_divide log_sigmoid", pointwise),
     ]
     table = {getattr(aten, name): rule for names, rule in groups for name in names.split() if hasattr(aten, name)}
     return {**table, **moe.LIBRARY_RULES, **scans.RULES}

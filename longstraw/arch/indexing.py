@@ -6,8 +6,10 @@ import torch
 from torch import fx
 
 from longstraw.arch import moe
-from longstraw.arch.rules import Reader, arguments, tensors
+from longstraw.arch.rules import Reader, arguments, packet, tensors
 from longstraw.layout import Layout, Rows, Tokens, has
+
+aten = torch.ops.aten
 
 
 def embedding(r: Reader, node: fx.Node) -> Layout:
@@ -15,6 +17,12 @@ def embedding(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     if a["weight"] in r.layouts and any(has(dim, Tokens) or has(dim, Rows) for dim in r.layouts[a["weight"]]):
         r.unsupported(node, "its table depends on tokens")
+    if a["scale_grad_by_freq"] and not r.is_light(a["weight"]):
+        r.unsupported(
+            node,
+            "with scale_grad_by_freq the table's gradient is divided by how often a token stands in the whole batch",
+            remedy="Leave scale_grad_by_freq out, or freeze the table.",
+        )
     return (*r.operand(node, a["indices"]), (r.shape(node)[-1],))
 
 
@@ -29,13 +37,24 @@ def gathered(r: Reader, node: fx.Node) -> Layout:
         for x in (table, index)
     ]
     r.keep(node, read[0][d], "it picks entries along that dim")
-    others = r.merge(node, [(*layout[:d], (), *layout[d + 1 :]) for layout in read])
+    others = r.merge(node, [_without(layout, d) for layout in read])
     return (*others[:d], read[1][d], *others[d + 1 :])
+
+
+def taken_along(r: Reader, node: fx.Node) -> Layout:
+    """`take_along_dim`, which PyTorch traces for constant sizes only: it compares them as Python numbers."""
+    r.unsupported(
+        node,
+        "PyTorch traces it for one number of rows and tokens only",
+        remedy="Write x.gather(dim, indices), which picks the same entries where the other sizes are equal.",
+    )
 
 
 def scattered(r: Reader, node: fx.Node) -> Layout:
     """Entries written along a plain dim, for every token."""
     a = arguments(node)
+    if packet(node.target) is aten.index_add:
+        r.keep(node, r.operand(node, a["index"])[0], "it adds up what several tokens write")
     like = next((r.layouts[x] for x in tensors(node.args) if x in r.layouts), None)
     out = r.layouts.get(a["self"])
     if out is None:
@@ -46,15 +65,17 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
         )
     d = a["dim"] % len(out)
     r.keep(node, out[d], "it writes along that dim")
-    for name in ("index", "src"):
+    for name in ("index", "src", "source"):
         other = a.get(name)
-        if isinstance(other, fx.Node) and isinstance(other.meta.get("val"), torch.Tensor):
-            if other in r.layouts:
-                layout = r.layouts[other]
-            else:
-                layout = r.align(node, other, _other_at(r, node, other, out, d))
-            r.merge(node, [(*out[:d], (), *out[d + 1 :]), (*layout[:d], (), *layout[d + 1 :])])
+        if isinstance(other, fx.Node) and len(r.shape(other)) == len(out):
+            layout = r.layouts.get(other) or r.align(node, other, _other_at(r, node, other, out, d))
+            r.keep(node, layout[d], "it writes what several tokens say to one place")
+            r.merge(node, [_without(out, d), _without(layout, d)])
     return out
+
+
+def _without(layout: Layout, d: int) -> Layout:
+    return (*layout[:d], (), *layout[d + 1 :])
 
 
 def _other_at(r: Reader, user: fx.Node, node: fx.Node, like: Layout, d: int) -> Layout:
@@ -73,8 +94,11 @@ def slice_scattered(r: Reader, node: fx.Node) -> Layout:
     d = a["dim"] % len(out)
     r.keep(node, out[d], "it writes a part of that dim")
     source = a["src"]
-    if source not in r.layouts:
-        r.align(node, source, _other_at(r, node, source, out, d))
+    whole = len(r.shape(source)) == len(out)
+    read = r.layouts.get(source)
+    if read is None:
+        read = r.align(node, source, _other_at(r, node, source, out, d) if whole else (*out[:d], *out[d + 1 :]))
+    r.merge(node, [_without(out, d), _without(read if whole else (*read[:d], (), *read[d:]), d)])
     return out
 
 
@@ -82,6 +106,10 @@ def indexed(r: Reader, node: fx.Node) -> Layout:
     """Advanced indexing: tables read by tokens, and dispatch of tokens to experts and back."""
     a = arguments(node)
     source_node, indices = a["self"], list(a["indices"])
+    if len(indices) == 1 and r.is_light(source_node):
+        found = moe.light_dispatched(r, node, source_node, indices[0])
+        if found is not None:
+            return found
     source = r.operand(node, source_node) if source_node in r.layouts or not r.is_light(source_node) else None
     places = [i for i, index in enumerate(indices) if index is not None]
     if source is None:
@@ -90,6 +118,8 @@ def indexed(r: Reader, node: fx.Node) -> Layout:
             r.unsupported(node, "it indexes a value of the rows by hidden values")
     mixing = [i for i in places if has(source[i], Tokens) or has(source[i], Rows)]
     if not mixing:
+        if any(index in r.marks for index in indices):
+            r.mixes_tokens(node, "it reads a table by the places of entries in an order, and a span has its own")
         picked = r.merge(node, [r.operand(node, indices[i]) for i in places])
         if places != list(range(places[0], places[-1] + 1)):
             r.unsupported(node, "its index tensors stand in dims that are not neighbours")

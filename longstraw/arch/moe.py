@@ -3,102 +3,84 @@
 Expert layers put the entries of all tokens (k for each, one per chosen expert) in the order of their experts, run one
 matrix per run of entries, and undo the order. Entries stay independent throughout, so the whole is token-wise: a dim in
 such an order is `Shuffled(order, of)`, and indexing by the inverse order gives back what it was.
+
+The order itself and the number of entries per expert are another matter: a span has its own, which are not the whole
+step's. `arch/places.py` refuses every use of them but those that are exact with a span's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from longstraw.arch.rules import LayoutRule, Reader, arguments, packet, tensors
-from longstraw.layout import Counts, Dim, Layout, Probe, Shuffled, has
+from longstraw.arch.places import COPIES, VIEWS, Counted, Order, Places, times
+from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
+from longstraw.layout import Counts, Dim, Layout, Probe, Rows, Shuffled, Tokens, has
 
 aten = torch.ops.aten
+_KEEP_NUMBERS_APART = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+_REARRANGE = (*VIEWS, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute, aten.t)
 
 
 def dispatched(r: Reader, node: fx.Node, dim: Dim, index: fx.Node) -> Dim:
     """Return what `x[index]` runs over when x's first dim runs over tokens."""
-    order = _order(r, index)
-    if isinstance(order, str):  # an argsort of values in this very order, or of an order
-        inner = _inverse_of(index)
-        if len(dim) == 1 and isinstance(dim[0], Shuffled) and inner is not None and dim[0].order == inner:
-            return dim[0].of
-        if not has(dim, Shuffled):
-            return (Shuffled(order, dim),)
-        r.unsupported(node, "it puts tokens in an order that is not undone")
+    places = r.marks.get(index)
+    if isinstance(places, Places):
+        return _placed(r, node, dim, places)
     copies = _counted_copies(r, index, r.sizes.of_dim(dim))
-    if copies is not None:
-        return dim if copies == (1, 1) else (*dim, copies)
-    placed = r.layouts.get(index)
-    if placed is not None and _same_order_copies(r, node, index, dim):
-        return placed[0]
-    r.mixes_tokens(node, "it picks tokens by an index that depends on data")
+    if copies is None:
+        r.mixes_tokens(node, "it picks tokens by an index that depends on data")
+    return dim if copies == (1, 1) else (*dim, copies)
 
 
-def _order(r: Reader, index: fx.Node) -> str | None:
-    """Return the name of the sort that an index comes from, or None."""
-    origin = _skip_copies(index)
-    sorts = packet(origin.target) is aten.argsort or _is_sort_index(origin)
-    return origin.name if sorts or _written_order(origin) is not None else None
+def _placed(r: Reader, node: fx.Node, dim: Dim, places: Places) -> Dim:
+    first = dim[0]
+    if len(dim) == 1 and isinstance(first, Shuffled) and first.order == places.undoes and places.divisor == 1:
+        return first.of
+    if times(r, dim, places.of) != places.divisor:
+        r.mixes_tokens(
+            node,
+            "it picks tokens by the places of other entries than it has, or in an order that is not undone (numbers of "
+            "entries become those of tokens by floor division only, where a token's entries stand side by side)",
+        )
+    return (Shuffled(places.order, places.of),)
 
 
-def _inverse_of(index: fx.Node) -> str | None:
-    """Return the name of the sort that this index undoes (`argsort(argsort(x))`), or None."""
-    origin = _skip_copies(index)
-    written = _written_order(origin)
-    if written is not None:
-        return _order_name(written)
-    if packet(origin.target) is aten.argsort:
-        inner = _skip_copies(origin.args[0])  # type: ignore[arg-type]
-        if packet(inner.target) is aten.argsort or _is_sort_index(inner):
-            return inner.name
-    return None
-
-
-def _order_name(index: fx.Node) -> str:
-    return _skip_copies(index).name
-
-
-def _written_order(node: fx.Node) -> fx.Node | None:
-    """Return `order` when a node is `inverse[order] = arange(n)`, else None."""
-    if packet(node.target) is not aten.index_put:
+def light_dispatched(r: Reader, node: fx.Node, source: fx.Node, index: fx.Node) -> Layout | None:
+    """Return the layout of `x[order]` where x is computed before the segment runs; None for other indices."""
+    places = r.marks.get(index)
+    if not isinstance(places, Places):
         return None
-    a = arguments(node)
-    values = a["values"]
-    counts = isinstance(values, fx.Node) and packet(values.target) is aten.arange and not a["accumulate"]
-    return a["indices"][0] if counts and len(a["indices"]) == 1 else None
+    counted = _counted_copies(r, source, None)
+    if counted is not None and r.sizes.is_static(counted) and places.divisor == 1:
+        r.marks[node] = Places(places.order, places.of, divisor=counted[0])
+        return ((Shuffled(places.order, places.of),),)
+    layout = r.operand(node, source)
+    return (_placed(r, node, layout[0], places), *layout[1:])
 
 
 def inverse_written(r: Reader, node: fx.Node) -> Layout:
     """`inverse[order] = arange(n)`: the inverse of an order."""
-    order, source = _written_order(node), r.layouts.get(arguments(node)["self"])
-    if order is None or source is None or order not in r.layouts or _order(r, order) is None:
+    a = arguments(node)
+    places = r.marks.get(a["indices"][0]) if len(a["indices"]) == 1 else None
+    if (
+        not isinstance(places, Places)
+        or places.divisor != 1
+        or a["self"] not in r.layouts
+        or a["accumulate"]
+        or r.shape(node) != (size := r.shape(a["indices"][0]))
+        or _counted_copies(r, a["values"], size[0]) != (1, 1)
+    ):
         r.unsupported(node, "it writes to places that depend on data")
-    placed: Layout = r.layouts[order]
-    if len(placed) != 1 or _counted_copies(r, arguments(node)["values"], r.sizes.of_dim(placed[0])) != (1, 1):
-        r.unsupported(node, "it writes to places that depend on data")
-    return placed
+    of: Dim = r.layouts[a["indices"][0]][0]
+    r.marks[node] = Places(node.name, of, undoes=places.order)
+    return ((Shuffled(node.name, of),),)
 
 
-def _is_sort_index(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "__name__", "") == "getitem"
-        and bool(node.args[1] == 1)
-        and packet(node.args[0].target) is aten.sort  # type: ignore[union-attr]
-    )
-
-
-def _skip_copies(node: fx.Node) -> fx.Node:
-    while packet(node.target) in (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.detach):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _counted_copies(r: Reader, index: fx.Node, size: Probe) -> Probe | None:
-    """Return k when an index counts 0, 0, .., 1, 1, .. (k times each) up to `size`, else None.
+def _counted_copies(r: Reader, index: fx.Node, size: Probe | None) -> Probe | None:
+    """Return k when an index counts 0, 0, .., 1, 1, .. (k times each) up to `size` (to any, if None), else None.
 
     The chain from `arange` is marked local: it counts the entries of the span, not tokens of the row.
     """
@@ -110,8 +92,9 @@ def _counted_copies(r: Reader, index: fx.Node, size: Probe) -> Probe | None:
     if interleaved:
         chain.append(last.args[0])  # type: ignore[arg-type]
         last = chain[-1]
-    if packet(last.target) is not aten.arange or r.shape(last) != (size,):
+    if packet(last.target) is not aten.arange or (size is not None and r.shape(last) != (size,)):
         return None
+    (size,) = r.shape(last)
     total = r.shape(index)
     if len(total) != 1 or total[0][0] % size[0]:
         return None
@@ -126,50 +109,98 @@ def _counted_copies(r: Reader, index: fx.Node, size: Probe) -> Probe | None:
     return copies
 
 
-def _same_order_copies(r: Reader, node: fx.Node, index: fx.Node, dim: Dim) -> bool:
-    """Return whether `index` is `counting[order]`: each shuffled entry picks its own token."""
-    origin = _skip_copies(index)
-    if packet(origin.target) is aten.index:
-        a = arguments(origin)
-        return _counted_copies(r, a["self"], r.sizes.of_dim(dim)) is not None and _order(r, a["indices"][0]) is not None
-    if packet(origin.target) in (aten.floor_divide, aten.div):
-        inner, divisor = origin.args[:2]
-        total, size = r.shape(index)[0], r.sizes.of_dim(dim)
-        copies = {total[0] // size[0], total[1] // size[1]}  # of each token, one beside the other
-        return isinstance(inner, fx.Node) and _order(r, inner) is not None and copies == {divisor}
-    return False
-
-
 def ordered_tokens(r: Reader, node: fx.Node, source: Layout) -> Any:
     """`argsort`, `sort` of all tokens' entries, in one dim."""
+    a = arguments(node)
     if len(source) != 1:
-        r.keep(node, source[arguments(node)["dim"] % len(source)], "it orders along that dim")
-    if len(source[0]) == 1 and isinstance(source[0][0], Shuffled):
-        return source  # argsort of an order: its inverse
-    shuffled: Layout = ((Shuffled(node.name, source[0]),),)
-    if packet(node.target) is aten.argsort:
-        return shuffled
-    return ((Shuffled(_index_name(node), source[0]),),), ((Shuffled(_index_name(node), source[0]),),)
+        r.keep(node, source[a["dim"] % len(source)], "it orders along that dim")
+    before = r.marks.get(a["self"])
+    undoes = before.order if isinstance(before, Places) and before.divisor == 1 and not a["descending"] else None
+    r.marks[node] = Places(node.name, source[0], undoes)
+    r.orders[node.name] = Order(_counted_values(a["self"]), source[0], not a["descending"])
+    ordered: Layout = ((Shuffled(node.name, source[0]),),)
+    return ordered if packet(node.target) is aten.argsort else (ordered, ordered)
 
 
-def _index_name(node: fx.Node) -> str:
-    return next((u.name for u in node.users if u.args[1:] == (1,)), node.name)
+def _counted_values(node: fx.Node) -> fx.Node:
+    """Return the values that these are, in another order, shape, or dtype."""
+    while True:
+        name = packet(node.target)
+        if name in (*COPIES, *_REARRANGE) and node.meta["val"].dtype in _KEEP_NUMBERS_APART:
+            node = node.args[0]  # type: ignore[assignment]
+        elif _is_result(node, 0, aten.sort):
+            node = arguments(node.args[0])["self"]  # type: ignore[arg-type]
+        else:
+            return node
+
+
+def _is_result(node: fx.Node, index: int, *names: Any) -> bool:
+    """Return whether a node is a certain result of an op that has several."""
+    source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    return isinstance(source, fx.Node) and bool(node.args[1] == index) and packet(source.target) in names
 
 
 def histogram(r: Reader, node: fx.Node) -> Layout:
-    """How many of the shuffled entries fall into each bin: kept beside values in that order."""
-    source = r.operand(node, tensors(node.args)[0])
-    order = "" if not source or not source[0] else getattr(source[0][0], "order", "")
-    return ((Counts(order, r.shape(node)[0]),),)
+    """How many entries of all tokens have each value: kept beside values in their order."""
+    a = arguments(node)
+    source = r.operand(node, a["self"])
+    bins = r.shape(node)[0]
+    if not any(has(dim, Tokens) or has(dim, Rows) for dim in source):
+        return ((bins,),)
+    values = _before_order(r, a["self"])
+    low, high = a.get("min", 0), a.get("max", 1)
+    if not _is_number(low) or not _is_number(high) or not low < high:
+        r.mixes_tokens(node, "without min and max its bins lie between the least and the greatest value of all tokens")
+    if low > 0 or not _is_index(values):
+        r.mixes_tokens(node, "values below its min are not counted, and whether there are any depends on other tokens")
+    r.marks[node] = Counted(values)
+    return ((Counts(values.name, bins),),)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _before_order(r: Reader, node: fx.Node) -> fx.Node:
+    """Return the values that were counted, as they were before they were put in an order."""
+    node = _counted_values(node)
+    while packet(node.target) is aten.index:
+        a = arguments(node)
+        places = r.marks.get(a["indices"][0]) if len(a["indices"]) == 1 else None
+        if not isinstance(places, Places) or places.divisor != 1:
+            break
+        node = _counted_values(a["self"])
+    return node
+
+
+def _is_index(node: fx.Node) -> bool:
+    """Return whether numbers are indices of something, such as an expert: none is below zero."""
+    return packet(node.target) in (aten.argmax, aten.argmin) or _is_result(
+        node, 1, aten.topk, aten.sort, aten.max, aten.min
+    )
 
 
 def grouped_mm(r: Reader, node: fx.Node) -> Layout:
-    """One matrix per group of consecutive shuffled entries."""
-    left = tensors(node.args)[0]
-    source = r.operand(node, left)
-    for operand in tensors((node.args[2:], node.kwargs)):
-        r.operand(node, operand)
-    return (*source[:-1], (r.shape(node)[-1],))
+    """One matrix per group of consecutive entries, which are in the order of what was counted."""
+    entries, weight, offsets, *others = arguments(node).values()
+    source, matrices = r.operand(node, entries), r.operand(node, weight)
+    for dim in (source[-1], *matrices):
+        r.keep(node, dim, "it sums over that dim")
+    ends = r.marks.get(offsets)
+    if not isinstance(ends, Counted) or not ends.summed or any(isinstance(x, fx.Node) for x in others):
+        _not_the_groups(r, node)
+    first = source[0][0] if len(source) == 2 and len(matrices) == 3 and len(source[0]) == 1 else None
+    order = r.orders.get(first.order) if isinstance(first, Shuffled) else None
+    if order != Order(ends.values, getattr(first, "of", ()), ascending=True):
+        _not_the_groups(r, node)
+    return (*source[:-1], matrices[-1])
+
+
+def _not_the_groups(r: Reader, node: fx.Node) -> NoReturn:
+    r.mixes_tokens(
+        node,
+        "the groups it takes are not those of entries sorted by the very numbers that were counted, from the lowest on",
+    )
 
 
 LIBRARY_RULES: dict[Any, LayoutRule] = {"transformers::grouped_mm_fallback": grouped_mm}

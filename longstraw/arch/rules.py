@@ -16,7 +16,7 @@ from torch import fx
 
 from longstraw import compat
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
-from longstraw.layout import Dim, Layout, Probe, Rows, Sizes, Tokens, has, window
+from longstraw.layout import Dim, Layout, Probe, Rows, Shuffled, Sizes, Tokens, has, window
 from longstraw.stages import SpanForm
 
 LayoutRule = Callable[["Reader", fx.Node], Any]
@@ -80,12 +80,13 @@ def emit(graph: fx.Graph, like: fx.Node, op: Any, /, *args: Any, **kwargs: Any) 
     return node
 
 
-def no_rule_for(node: fx.Node, what: str) -> UnsupportedOp:
+def no_rule_for(node: fx.Node, what: str, remedy: str | None = None) -> UnsupportedOp:
     """Return the refusal of an op that no rule covers, or not in this use."""
     return UnsupportedOp(
         f"{op_name(node)} can't be run on a span of tokens: {what}.",
         where=user_line(node.meta.get("stack_trace")),
-        remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
+        remedy=remedy
+        or "Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
     )
 
 
@@ -96,6 +97,10 @@ class Reader:
         sizes: compares sizes.
         layouts: layouts found so far.
         is_light: whether a node is computed whole before the segment runs.
+
+    Attributes:
+        marks: values that say where a span's entries stand, or count them (see `arch/places.py`).
+        orders: what was sorted to get an order, by the order's name.
     """
 
     def __init__(
@@ -108,6 +113,8 @@ class Reader:
         self.demands: dict[tuple[fx.Node, fx.Node], Layout] = {}
         self.local: set[fx.Node] = set()
         self.scans: dict[fx.Node, SpanForm] = {}
+        self.marks: dict[fx.Node, Any] = {}
+        self.orders: dict[str, Any] = {}
 
     def shape(self, node: fx.Node) -> tuple[Probe, ...]:
         """Return a node's probed shape."""
@@ -163,6 +170,8 @@ class Reader:
             if size == (1, 1):
                 dims.append(())
             elif size == self.sizes.of_dim(dim):
+                if has(dim, Shuffled):
+                    self._other_order(user)
                 dims.append(dim)
             else:
                 located = self.sizes.locate(size, first=i == 0) if dim == () else None
@@ -199,6 +208,8 @@ class Reader:
             return None
         for one, other in ((a, b), (b, a)):
             if not any(has(one, kind) for kind in (Rows, Tokens)):
+                if has(other, Shuffled):
+                    return None
                 # A dim known only by its size takes the meaning of the other one; a constant says nothing of rows.
                 return None if self.sizes.is_static(self.sizes.rows) and has(other, Rows) else other
         plain_a = [f for f in a if not isinstance(f, tuple)]
@@ -216,9 +227,18 @@ class Reader:
         )
 
     def _mismatch(self, node: fx.Node, a: Dim, b: Dim) -> NoReturn:
+        if has(a, Shuffled) or has(b, Shuffled):
+            self._other_order(node)
         if has(a, Tokens) and has(b, Tokens):
             self.mixes_tokens(node, "it combines one token's values with those of a token at another position")
         self.unsupported(node, "two of its operands run over different things in the same dim")
+
+    def _other_order(self, node: fx.Node) -> NoReturn:
+        self.mixes_tokens(
+            node,
+            "it combines values that were put in an order (argsort, sort) with values that were not, or in another one",
+            remedy="Index both by the same order, or undo it first.",
+        )
 
     def _entry_for_each_row(self, node: fx.Node, operand: str) -> NoReturn:
         raise UnsupportedOp(
@@ -235,12 +255,13 @@ class Reader:
         if has(dims, Rows):
             self.mixes_rows(node, what)
 
-    def mixes_tokens(self, node: fx.Node, what: str) -> NoReturn:
+    def mixes_tokens(self, node: fx.Node, what: str, *, remedy: str | None = None) -> NoReturn:
         """Refuse: the op mixes tokens."""
         raise MixesTokens(
             f"{op_name(node)} mixes tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
-            remedy="The ops across tokens whose state is known are attention, causal convolutions, running sums and "
+            remedy=remedy
+            or "The ops across tokens whose state is known are attention, causal convolutions, running sums and "
             "listed recurrences; put one of your own in a function and name it with "
             "Options(rules=(longstraw.Scan(...),)). "
             "If the op does keep tokens apart, say so with a longstraw.Rule.",
@@ -255,6 +276,8 @@ class Reader:
             "Combine rows after the per-token results (log-probabilities), or keep this out of the compiled step.",
         )
 
-    def unsupported(self, node: fx.Node, what: str, *, cause: Exception | None = None) -> NoReturn:
+    def unsupported(
+        self, node: fx.Node, what: str, *, cause: Exception | None = None, remedy: str | None = None
+    ) -> NoReturn:
         """Refuse: no rule covers this use of the op."""
-        raise no_rule_for(node, what) from cause
+        raise no_rule_for(node, what, remedy) from cause

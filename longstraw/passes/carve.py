@@ -126,7 +126,9 @@ class _Carver:
     # --- operands ---------------------------------------------------------------------------------------------------
 
     def _operand(self, user: fx.Node, node: fx.Node) -> fx.Node:
-        if node in self.env:
+        layout = self.step.demands.get((user, node))
+        by_token = layout is not None and any(has(dim, Tokens) or has(dim, Rows) for dim in layout)
+        if node in self.env and not (by_token and node in self.step.local):
             return self.env[node]
         kind = self.step.kinds[node]
         if node.op == "get_attr" and "val" not in node.meta:  # a score function
@@ -138,8 +140,7 @@ class _Carver:
             raise _cannot(user, "it reads a mask or bias over pairs of tokens")
         if node.op == "placeholder" and kind == "invariant":
             return self._known(self.parameters, node, "parameter")
-        layout = self.step.demands.get((user, node))
-        if layout is not None and any(has(dim, Tokens) or has(dim, Rows) for dim in layout):
+        if layout is not None and by_token:
             return self._token_input(node, layout)
         return self._known(self.values, node, "value")
 

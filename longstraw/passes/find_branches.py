@@ -95,9 +95,24 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
     """Return the sizes of rows and tokens, told by a mixing op, or by the token embedding when there is none."""
     for node, rows, tokens in sorted(_entries(graph), key=lambda entry: _certainty(entry[0])):
         if not expression(tokens).free_symbols:
-            raise StaticTokens(int(tokens), where=user_line(node.meta.get("stack_trace")))
+            raise _static(graph, node, int(tokens))
         return Sizes(rows, tokens)
     raise AssertionError("a graph without a model was given to find_branches")
+
+
+def _static(graph: fx.Graph, entry: fx.Node, tokens: int) -> StaticTokens:
+    """Return the refusal of a constant length: at the op that takes it as a number, if there is one."""
+    for node in graph.nodes:
+        name = packet(node.target)
+        along = name is aten.take_along_dim and tokens in arguments(node)["self"].meta["val"].shape
+        if along or (name in (aten.linspace, aten.logspace) and arguments(node)["steps"] == tokens):
+            return StaticTokens(
+                tokens,
+                where=user_line(node.meta.get("stack_trace")),
+                remedy=f"PyTorch traces {op_name(node)} for one size only: write it with "
+                + ("gather." if along else "torch.arange."),
+            )
+    return StaticTokens(tokens, where=user_line(entry.meta.get("stack_trace")))
 
 
 def _certainty(node: fx.Node) -> int:

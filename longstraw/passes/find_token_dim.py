@@ -9,7 +9,7 @@ apart: a node without a layout there belongs to the objective.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 
 from longstraw import arch, compat, ops
 from longstraw.arch import aten as aten_rules
-from longstraw.arch import selection, views
+from longstraw.arch import places, selection, views
 from longstraw.arch.rules import LayoutRule, Reader, no_rule_for, op_name, packet
 from longstraw.errors import DropoutActive, LongstrawError, UnsupportedOp, user_line
 from longstraw.passes.find_branches import is_single_token
@@ -31,6 +31,7 @@ def find_token_dim(step: Branched) -> Located:
     table: dict[Any, LayoutRule] = {**arch.layout_rules(), **{rule.target: rule.layout for rule in step.options.rules}}
     kinds = step.kinds
     layouts: dict[fx.Node, Any] = {}
+    vouched = {rule.target for rule in step.options.rules}
     reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "given", "size"))
     _ask_to_write_out(step, table)
     for node in step.module.graph.nodes:
@@ -38,13 +39,13 @@ def find_token_dim(step: Branched) -> Located:
         if kind == "region" and is_single_token(node):
             reader.mixes_tokens(node, "it takes one token, and values of other tokens are computed with it")
         elif kind == "region":
-            layouts[node] = _layout(reader, node, table, kinds)
+            layouts[node] = _layout(reader, node, table, kinds, vouched)
         elif kind == "tail" and is_single_token(node):
             continue
         elif kind == "tail" and all(kinds.get(x) != "tail" or x in layouts for x in node.all_input_nodes):
             demands = dict(reader.demands)
             try:
-                layouts[node] = _layout(reader, node, table, kinds)
+                layouts[node] = _layout(reader, node, table, kinds, vouched)
             except LongstrawError:
                 reader.demands = demands
                 if _reads_hidden(node, kinds):
@@ -107,7 +108,20 @@ def _reads_hidden(node: fx.Node, kinds: Mapping[fx.Node, str]) -> bool:
     return any(kinds.get(x) == "region" for x in node.all_input_nodes)
 
 
-def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kinds: Mapping[fx.Node, str]) -> Any:
+def _layout(
+    reader: Reader,
+    node: fx.Node,
+    table: Mapping[Any, LayoutRule],
+    kinds: Mapping[fx.Node, str],
+    vouched: Container[Any],
+) -> Any:
+    rule = _rule(table, node.target)
+    if node.target not in vouched and packet(node.target) not in vouched:  # a user's rule knows what its op reads
+        places.check_use(reader, node)
+    return places.marked(reader, node, _by_rule(reader, node, rule, kinds))
+
+
+def _by_rule(reader: Reader, node: fx.Node, rule: LayoutRule | None, kinds: Mapping[fx.Node, str]) -> Any:
     if node.target is operator.getitem:
         return views.getitem(reader, node)
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
@@ -116,7 +130,6 @@ def _layout(reader: Reader, node: fx.Node, table: Mapping[Any, LayoutRule], kind
             where=user_line(node.meta.get("stack_trace")),
             remedy="Draw them before the step and pass them in, or turn the noise off.",
         )
-    rule = _rule(table, node.target)
     if node.target not in (ops.attention, ops.select) and any(kinds.get(x) == "block" for x in node.all_input_nodes):
         why = (
             selection.refusal(node)
