@@ -28,6 +28,7 @@ from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
 from longstraw.passes.carve import computed_bytes
+from longstraw.passes.gradients import before
 from longstraw.passes.latents import Latents, find_latents
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import (
@@ -102,6 +103,9 @@ class _Builder:
         latents = self._latents(key, value)
         kept = [self._state(x, line) if latents is None else self._slot(latents.node, line) for x in (key, value)]
         places = [list(self.slots).index(x) for x in kept]
+        if self._learns(node):
+            for mask in masks:
+                self._refuse_if_learned(self.mask_of[mask], line)
         programs = [self._program(self.mask_of[m], line) for m in masks]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
         self.sites.append(
@@ -206,6 +210,20 @@ class _Builder:
                 self.programs.append((program, _finite(mask)))
             self.program_of[mask] = self.programs.index((program, _finite(mask)))
         return self.program_of[mask]
+
+    def _refuse_if_learned(self, mask: fx.Node, line: str) -> None:
+        """Refuse a mask that a gradient flows through: its blocks are computed outside of autograd."""
+        reached = before(mask, self.step.learns)
+        names = {i.name: users_expression(i.source) for i in self.step.inputs}
+        learned = [names[n.name] for n in reached if n.op == "placeholder"]
+        if learned:
+            raise UnsupportedMask(
+                f"An attention mask or bias is computed from {', '.join(sorted(learned))}, which needs a gradient: "
+                "masks are computed a block at a time, without one.",
+                where=line,
+                remedy="If nothing is to be learned through the mask, take it from a value without a gradient: "
+                "`.detach()`, or requires_grad=False. Learned biases need eager.",
+            )
 
     def _state(self, operand: fx.Node, line: str) -> fx.Node:
         """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""

@@ -1,0 +1,136 @@
+"""Differentiable inputs of a step, wherever they reach the model: eager's gradient, or a refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longstraw import errors
+from tests.small import HEADS, KEY_HEADS, Tiny, inputs
+
+GROUP, TOKENS = 3, 13
+
+
+class Reading(Tiny):
+    """A model that is given one more value."""
+
+    given: Tensor
+
+    def forward(self, ids: Tensor, given: Tensor) -> Tensor:  # type: ignore[override]
+        self.given = given
+        return super().forward(ids)
+
+
+class Attending(Reading):
+    """Attention by a function of queries, keys, values, the causal mask and the given value."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.query(x), HEADS), *(self.heads(f(x), KEY_HEADS) for f in (self.key, self.value))
+        k, v = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (k, v))
+        at = torch.arange(x.shape[1])
+        return self.function(q, k, v, at[None] <= at[:, None], self.given)
+
+
+def step(model: Tiny, prompt: Tensor, responses: Tensor, weights: Tensor, given: Tensor) -> Tensor:
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    logits = model(ids, given)[:, prompt.shape[1] - 1 : -1]
+    logp = torch.log_softmax(logits, -1).gather(-1, responses[..., None]).squeeze(-1)
+    return (logp * weights).sum()
+
+
+def compile_step(function: Callable[..., Tensor] = step, **options: object) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    options = {"span_tokens": 4, "page_tokens": 2, "grad_dtype": "float64", **options}
+    return torch.compile(function, backend="longstraw", options=options)
+
+
+def assert_same(model: Tiny, given: Tensor, **options: object) -> None:
+    """Loss and gradients equal eager's, of parameters and of what is given, by either way to ask for them."""
+    args, compiled = inputs(), compile_step(**options)
+    found = []
+    for function in (step, compiled):
+        model.zero_grad()
+        given = given.detach().clone().requires_grad_()
+        loss = function(model, *args, given)
+        loss.backward()
+        found.append([loss.detach(), given.grad, *(p.grad for p in model.parameters())])
+    wanted = [given.detach().clone().requires_grad_(), model.head.bias]
+    found[0] += torch.autograd.grad(step(model, *args, wanted[0]), wanted)
+    found[1] += torch.autograd.grad(compiled(model, *args, wanted[0]), wanted)
+    assert wanted[0].grad is None
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+# --- masks and biases ------------------------------------------------------------------------------------------------
+
+
+def by_sdpa(bias: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, given: Tensor) -> Tensor:
+        at = torch.arange(seen.shape[0], dtype=q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias(given, at).masked_fill(~seen, -math.inf))
+
+    return attend
+
+
+def written(scored: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, given: Tensor) -> Tensor:
+        return scored(q @ k.mT * 0.5, given, seen).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+    return attend
+
+
+BIASES: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "of each key": (by_sdpa(lambda b, at: b[:, None, None, :]), random(GROUP, TOKENS)),
+    "by distance, a slope for each row": (by_sdpa(lambda b, at: b[:, None, None, None] * at), random(GROUP)),
+    "whole": (by_sdpa(lambda b, at: b), random(GROUP, 1, TOKENS, TOKENS)),
+    "added to scores": (written(lambda s, b, seen: s + b[:, None, None, :]), random(GROUP, TOKENS)),
+    "subtracted": (written(lambda s, b, seen: s - b.exp()[:, None, None, :]), random(GROUP, TOKENS)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_learned_mask_or_bias_is_refused(name: str) -> None:
+    function, given = BIASES[name]
+    with pytest.raises(errors.UnsupportedMask, match=r"computed from given, which needs a gradient(.|\n)*test_inputs"):
+        assert_same(Attending(function), given)
+
+
+def test_a_learned_factor_that_masks_is_refused() -> None:
+    """`scores * b + (1 - b) * -1e9` is a mask where b is 0 or 1, and b has a gradient all the same."""
+
+    def mask(scores: Tensor, given: Tensor, seen: Tensor) -> Tensor:
+        factor = given[:, None, None, :]
+        return scores * factor + (1 - factor) * -1e9
+
+    with pytest.raises(errors.LongstrawError):
+        assert_same(Attending(written(mask)), torch.ones(GROUP, TOKENS, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [
+        lambda scores, given, seen: scores + (given[:, None, None, :] * torch.arange(len(seen))[:, None]).detach(),
+        lambda scores, given, seen: scores.masked_fill(given[:, None, None, :] < -9, -math.inf),
+        lambda scores, given, seen: scores + torch.zeros_like(given)[:, None, None, :],
+    ],
+    ids=["detached", "compared", "made like it"],
+)
+def test_a_mask_that_no_gradient_flows_through_may_read_what_learns(scored: Callable[..., Tensor]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, given: Tensor) -> Tensor:
+        return written(scored)(q, k, v, seen, given) * given[:, None, :, None]
+
+    assert_same(Attending(attend), random(GROUP, TOKENS))
