@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from longstraw import errors
+from longstraw.runtime.layouts import Place
+from longstraw.runtime.leaves import Leaves, Where
 from tests.small import HEADS, KEY_HEADS, Tiny, inputs
 
 GROUP, TOKENS = 3, 13
@@ -134,3 +136,76 @@ def test_a_mask_that_no_gradient_flows_through_may_read_what_learns(scored: Call
         return written(scored)(q, k, v, seen, given) * given[:, None, :, None]
 
     assert_same(Attending(attend), random(GROUP, TOKENS))
+
+
+# --- values without tokens -------------------------------------------------------------------------------------------
+
+
+class Scaling(Reading):
+    """Changes hidden values by the given value before the attention, in the body, and before the head."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.change(self.table(ids), self.given)
+        x = x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
+        return self.change(x, self.given)
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum of rows": lambda x, given: x * given.sum(),
+    "saves its operand": lambda x, given: x * given.exp().mean() + given.mean().sin() * 0.5,
+    "one entry": lambda x, given: torch.tanh(x) + given[0] * 0.1,
+    "rows and their sum": lambda x, given: x * given[:, None, None] + torch.tanh(x) * given.sum(),
+    "a vector": lambda x, given: x * given.sum().expand(16).cumsum(0).softmax(0),
+    "detached": lambda x, given: x * given.sum().detach() + given[:, None, None],
+}
+
+
+@pytest.mark.parametrize("span_tokens", [4, 64])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_number_computed_from_an_input_of_rows_has_its_gradient(name: str, span_tokens: int) -> None:
+    assert_same(Scaling(CHANGES[name]), random(GROUP), span_tokens=span_tokens)
+
+
+def test_a_number_computed_from_an_input_of_tokens_has_its_gradient() -> None:
+    assert_same(Scaling(lambda x, given: x * given.mean() + given.mean(0)[:, None]), random(GROUP, TOKENS))
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [
+        lambda scores, given, seen: torch.tanh(scores * given.exp().sum()),
+        lambda scores, given, seen: torch.tanh(scores) * given.softmax(0).cumsum(0)[0],
+    ],
+)
+def test_an_operand_of_scores_computed_from_an_input_has_its_gradient(scored: Callable[..., Tensor]) -> None:
+    assert_same(Attending(written(scored)), random(GROUP))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, x, given: x * (model.out.weight / model.out.weight.norm()).sum(0),
+        lambda model, x, given: x @ model.value.weight.flatten().softmax(0).view(8, 16).sum(0).diag(),
+        lambda model, x, given: x * (model.out.bias.softmax(0) * given.exp().sum()),
+    ],
+    ids=["norm", "softmax", "with an input"],
+)
+def test_a_value_computed_from_parameters_has_their_gradient(change: Callable[..., Tensor]) -> None:
+    model = Scaling(lambda x, given: change(model, x, given) + given[:, None, None])
+    assert_same(model, random(GROUP))
+
+
+def test_numbers_read_whole_and_by_rows_add_up() -> None:
+    node, value = fx.Graph().placeholder("given"), torch.ones(3, dtype=torch.bfloat16)
+    leaves = Leaves({node: value}, [node], dtype=torch.float32, num_rows=3)
+    place = Place((-1,), (1,), 0, None, 0, 0)
+    part = leaves.token_input(node, value[1:2], place, Where((1,), (1,), 0, 4, ()), 0, 4)
+    assert part is not None
+    (leaves.whole(node).sum() + 2 * part.leaf.sum()).backward()
+    leaves.collect([part])
+    found = leaves.gradient(node)
+    assert found is not None and found.dtype == torch.bfloat16 and found.tolist() == [1, 3, 1]
