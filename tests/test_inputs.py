@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from longstraw import errors
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.leaves import Leaves, Where
+from longstraw.runtime.spans import Runner, SpanGraph
 from tests.small import HEADS, KEY_HEADS, Tiny, inputs
 
 GROUP, TOKENS = 3, 13
@@ -216,3 +218,57 @@ def test_numbers_read_whole_and_by_rows_add_up() -> None:
     leaves.collect([part])
     found = leaves.gradient(node)
     assert found is not None and found.dtype == torch.bfloat16 and found.tolist() == [1, 3, 1]
+
+
+# --- all or nothing ---------------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """Raised in the middle of a backward."""
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_backward_that_fails_in_any_pass_writes_no_gradient(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Also none of what the other pass, the objective or the numbers before the model have finished with."""
+    first, second = Scaling(CHANGES["saves its operand"]), Scaling(lambda x, given: x * given[:, None, None])
+    given, gain = random(GROUP).requires_grad_(), torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def both(first: Tiny, second: Tiny, given: Tensor, gain: Tensor, *args: Tensor) -> Tensor:
+        return step(first, *args, given) * 2 + step(second, *args, given).exp() + gain.exp() * 3
+
+    compiled, calls = compile_step(both), 0
+    send = Runner.send
+
+    def failing(self: Runner, graph: SpanGraph, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        last = graph.where.lo == 0
+        calls += last
+        if last and calls == call:
+            raise Broken
+        return send(self, graph, *args, **kwargs)
+
+    learned = [given, gain, *first.parameters(), *second.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "send", failing)
+        loss = compiled(first, second, given, gain, *inputs())
+        with pytest.raises(Broken):
+            loss.backward()
+    assert all(x.grad is None for x in learned)
+    compiled(first, second, given, gain, *inputs()).backward()
+    found = [x.grad for x in learned]
+    for x in learned:
+        x.grad = None
+    both(first, second, given, gain, *inputs()).backward()
+    for got, x in zip(found, learned, strict=True):
+        torch.testing.assert_close(got, x.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_an_input_changed_before_backward_writes_no_gradient() -> None:
+    """A number was computed from it before the model, and its derivative needs the input as it was."""
+    model, given = Scaling(lambda x, given: x * (given * given).sum() + given.exp()[:, None, None]), random(GROUP)
+    loss = compile_step()(model, *inputs(), given.requires_grad_())
+    with torch.no_grad():
+        given.mul_(2)
+    with pytest.raises(errors.ParametersChanged, match="given was changed"):
+        loss.backward()
+    assert all(x.grad is None for x in (given, *model.parameters()))
