@@ -139,7 +139,7 @@ class SegmentInputs:
 
     Attributes:
         parameters: placeholders of the step that need a gradient and don't run over tokens.
-        values: other values that don't run over tokens (buffers, frozen weights, sizes).
+        values: other values that don't run over tokens (buffers, frozen weights, sizes, numbers computed from inputs).
         tokens: values read a span at a time.
         masks: masks of attention, whole; insert_state replaces them by block programs.
     """

@@ -138,3 +138,65 @@ def test_zeros_of_either_sign_are_not_equal() -> None:
     torch._dynamo.reset()
     ids = torch.randint(VOCABULARY, (1, 9)).expand(4, -1).contiguous()
     small.assert_same(Tiny(), ids, torch.tensor([0.0, -0.0, 0.0, -0.0]).double(), function=signed)
+
+
+# --- rows of differentiable inputs ------------------------------------------------------------------------------------
+
+
+class Embedded(Tiny):
+    """A model that is given embeddings."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+def _halves(a: Tensor, b: Tensor, gain: Tensor, responses: Tensor) -> Tensor:
+    prompts = [p.expand(2, -1, -1) for p in (a, b)]
+    return torch.cat([torch.cat(prompts, 0), responses], 1)
+
+
+def _features(a: Tensor, b: Tensor, gain: Tensor, responses: Tensor) -> Tensor:
+    parts = (a[..., :8].expand(4, -1, -1), b[..., 8:].expand(4, -1, -1) * gain)
+    return torch.cat([torch.cat(parts, -1), responses], 1)
+
+
+def _shared_features(a: Tensor, b: Tensor, gain: Tensor, responses: Tensor) -> Tensor:
+    parts = (a[..., :8].expand(4, -1, -1), b[..., 8:].expand(4, -1, -1))
+    return torch.cat([torch.cat(parts, -1), responses * gain], 1)
+
+
+def _two_parts(a: Tensor, b: Tensor, gain: Tensor, responses: Tensor) -> Tensor:
+    parts = (a.expand(4, -1, -1), b[0].expand(4, -1, -1), responses * gain)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize(("join", "shared"), [(_halves, 0), (_features, 0), (_shared_features, 8), (_two_parts, 17)])
+def test_rows_of_equal_values_share_only_what_is_one_value(
+    monkeypatch: pytest.MonkeyPatch, join: object, shared: int
+) -> None:
+    """Two learned prompts with equal values are two, and so are gains of 1 for each row: each has its gradient."""
+    trees: list[transaction.Node] = []
+    take = transaction.BranchRun.take
+    monkeypatch.setattr(transaction.BranchRun, "take", lambda run, plan: (take(run, plan), trees.append(run.tree)))
+    torch._dynamo.reset()
+
+    def step(model: nn.Module, a: Tensor, b: Tensor, gain: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        x = join(a, b, gain, model.table(ids))  # type: ignore[operator]
+        logp = torch.log_softmax(model(x)[:, -ids.shape[1] - 1 : -1], -1).gather(-1, ids[..., None]).squeeze(-1)
+        return (logp * weights).sum()
+
+    model, generator = Embedded(), torch.Generator().manual_seed(0)
+    prompt = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
+    ids = torch.randint(VOCABULARY, (4, 4), generator=generator)
+    weights = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    compiled = torch.compile(step, backend="longstraw", options={"page_tokens": 2, "span_tokens": 4})
+    found = []
+    for function in (step, compiled):
+        model.zero_grad()
+        given = [x.clone().requires_grad_() for x in (prompt, prompt, torch.ones(4, 1, 1, dtype=torch.float64))]
+        function(model, *given, ids, weights).backward()
+        found.append([x.grad for x in (*given, *model.parameters())])
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+    assert trees[-1].stop == shared  # a prompt's last token predicts another token in each row

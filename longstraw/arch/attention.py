@@ -35,12 +35,15 @@ _MINUS = (aten.sub, aten.subtract)
 _SOFTMAX = (aten.softmax, aten._softmax, aten._safe_softmax)
 
 
-def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) -> None:
+def recognise(
+    module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool], learns: frozenset[fx.Node] = frozenset()
+) -> None:
     """Rewrite every attention of the graph in place.
 
     Args:
         module: an ATen graph without in-place ops.
         is_score: whether a node has two token dims (its last two).
+        learns: what gradients flow through.
     """
     for node in list(module.graph.nodes):
         if node.op != "call_function":
@@ -48,7 +51,7 @@ def recognise(module: fx.GraphModule, *, is_score: Callable[[fx.Node], bool]) ->
         if packet(node.target) is aten.scaled_dot_product_attention:
             _from_library_call(module.graph, node)
         elif packet(node.target) in _SOFTMAX and is_score(node.args[0]):
-            _from_explicit(module, node, is_score)
+            _from_explicit(module, node, is_score, learns)
     module.graph.eliminate_dead_code()
 
 
@@ -83,6 +86,7 @@ def dropout_error(node: fx.Node, p: float) -> DropoutActive:
 class _Scores:
     """What happened to the scores between the product and the softmax, walked upwards."""
 
+    learns: frozenset[fx.Node]
     masks: list[fx.Node] = field(default_factory=list)
     steps: list[fx.Node] = field(default_factory=list)  # elementwise ops on the scores, softmax side first
     sink: fx.Node | None = None
@@ -90,9 +94,11 @@ class _Scores:
     batch: tuple[Any, ...] | None = None  # rows and heads, where the scores have a dim for each
 
 
-def _from_explicit(module: fx.GraphModule, softmax: fx.Node, is_score: Callable[[fx.Node], bool]) -> None:
+def _from_explicit(
+    module: fx.GraphModule, softmax: fx.Node, is_score: Callable[[fx.Node], bool], learns: frozenset[fx.Node]
+) -> None:
     graph = module.graph
-    found = _Scores()
+    found = _Scores(learns)
     node = softmax.args[0]
     assert isinstance(node, fx.Node)
     if arguments(softmax)["dim"] % softmax.meta["val"].ndim != softmax.meta["val"].ndim - 1:
@@ -173,7 +179,11 @@ def _step_up(
         _give_up(softmax, f"{name} stands between the scores and the softmax")
     scores = scored[0]
     others = [x for x in operands if x is not scores]
-    product = factors.masked(node, is_mask=_varies_with_tokens, is_score=selection.reaches_product)
+    product = factors.masked(
+        node,
+        is_mask=lambda x: _varies_with_tokens(x) and x not in found.learns,  # a bool mask would drop its gradient
+        is_score=selection.reaches_product,
+    )
     if product is not None and not found.steps:
         with module.graph.inserting_before(node):
             found.masks.append(product.seen(module.graph))

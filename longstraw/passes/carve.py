@@ -19,7 +19,7 @@ from longstraw import ops
 from longstraw.arch.rules import arguments, op_name, packet
 from longstraw.compat import expression
 from longstraw.errors import UnsupportedOp, user_line
-from longstraw.layout import Counts, Dim, Factor, Layout, Rows, Shuffled, Tokens, bytes_per_token, find_dim, has
+from longstraw.layout import ROWS, Counts, Dim, Factor, Layout, Rows, Shuffled, Tokens, bytes_per_token, find_dim, has
 from longstraw.stages import Carved, Located, SegmentInputs, TokenInput
 
 aten = torch.ops.aten
@@ -303,13 +303,42 @@ class _Carver:
 def _repeated_tokens(node: fx.Node, layout: Layout) -> sympy.Expr:
     """Return how many leading tokens of a value are an `expand` of one row."""
     row_dim, token_dim = find_dim(layout, Rows), find_dim(layout, Tokens)
-    if row_dim is None or token_dim is None:
+    if row_dim is None or token_dim is None or layout[row_dim] != (ROWS,) or not _is_tokens(layout[token_dim]):
         return sympy.Integer(0)
-    first = node
-    while packet(first.target) in (aten.cat, aten.to):
-        first = first.args[0] if packet(first.target) is aten.to else first.args[0][0]  # type: ignore[assignment, index]
-    expands = packet(first.target) is aten.expand and first.args[0].meta["val"].shape[row_dim] == 1  # type: ignore[union-attr]
-    return expression(first.meta["val"].shape[token_dim]) if expands else sympy.Integer(0)
+    return _leading_of_one_row(node, row_dim, token_dim)
+
+
+def _is_tokens(dim: Dim) -> bool:
+    return len(dim) == 1 and isinstance(dim[0], Tokens)
+
+
+def _leading_of_one_row(node: fx.Node, row_dim: int, token_dim: int) -> sympy.Expr:
+    name = packet(node.target)
+    if name is aten.to:
+        return _leading_of_one_row(arguments(node)["self"], row_dim, token_dim)
+    if name is aten.expand and _had_one_row(node, row_dim):
+        return _size_along(node, token_dim)
+    if name is not aten.cat:
+        return sympy.Integer(0)
+    a = arguments(node)
+    parts, dim = a["tensors"], a["dim"] % node.meta["val"].ndim
+    found = [_leading_of_one_row(part, row_dim, token_dim) for part in parts]
+    if dim == token_dim:
+        whole = [one == _size_along(part, token_dim) for one, part in zip(found, parts, strict=True)]
+        return sum(found[: [*whole, False].index(False) + 1], sympy.Integer(0))
+    joins_rows = dim == row_dim  # then rows come from several parts, however equal their values are
+    return found[0] if not joins_rows and len(set(found)) == 1 else sympy.Integer(0)
+
+
+def _had_one_row(expand: fx.Node, row_dim: int) -> bool:
+    """Return whether all rows of an `expand` are one row of its operand, which may have no dim for them."""
+    source = arguments(expand)["self"]
+    at = row_dim - (expand.meta["val"].ndim - source.meta["val"].ndim)
+    return at < 0 or bool(_size_along(source, at) == 1)
+
+
+def _size_along(node: fx.Node, dim: int) -> sympy.Expr:
+    return expression(node.meta["val"].shape[dim])
 
 
 def _ordered_module(root: torch.nn.Module, graph: fx.Graph, placeholders: Sequence[fx.Node]) -> fx.GraphModule:

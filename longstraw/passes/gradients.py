@@ -1,4 +1,4 @@
-"""Which values of a step a gradient flows through, told from its graph. Used by find_branches."""
+"""Which values of a step a gradient flows through, told from its graph."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def flow(graph: fx.Graph, *, trained: frozenset[str]) -> frozenset[fx.Node]:
         if node in needs and node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def before(node: fx.Node, learns: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes that gradients reach through a node, itself included; none where it gets no gradient itself.
+
+    Args:
+        node: any node of the graph.
+        learns: what `flow` found in it.
+    """
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        at = stack.pop()
+        if at in learns and at not in found:
+            found.add(at)
+            stack.extend(at.all_input_nodes)
     return frozenset(found)
 
 

@@ -28,6 +28,7 @@ from longstraw.blocks import BlockProgram
 from longstraw.compat import users_expression
 from longstraw.errors import UnsupportedMask, user_line
 from longstraw.passes.carve import computed_bytes
+from longstraw.passes.gradients import before
 from longstraw.passes.latents import Latents, find_latents
 from longstraw.passes.modes import restore_autocast
 from longstraw.stages import (
@@ -102,7 +103,11 @@ class _Builder:
         latents = self._latents(key, value)
         kept = [self._state(x, line) if latents is None else self._slot(latents.node, line) for x in (key, value)]
         places = [list(self.slots).index(x) for x in kept]
-        programs = [self._program(m, line) for m in masks]
+        shown = [self._mask(mask, line) for mask in masks]
+        if self._learns(node):
+            for mask in shown:
+                self._refuse_if_learned(mask, line)
+        programs = [self._program(mask, line) for mask in shown]
         module = getattr(self.module, str(score.target)) if isinstance(score, fx.Node) else None
         self.sites.append(
             Site(
@@ -153,7 +158,7 @@ class _Builder:
         widths = [
             sizes.width(n.meta["val"]) for n in function.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
         ]
-        programs = tuple(self._program(m, line) for m in masks)
+        programs = tuple(self._program(self._mask(m, line), line) for m in masks)
         self.choosers.append(
             Chooser(tuple(places), programs, k, function, query_dims, max(widths), line, _module(node))
         )
@@ -191,8 +196,9 @@ class _Builder:
     def _replaced(self, node: fx.Node, new: fx.Node) -> None:
         self.frontier = tuple(new if n is node else n for n in self.frontier)
 
-    def _program(self, placeholder: fx.Node, line: str) -> int:
-        mask = self.mask_of.get(placeholder)
+    def _mask(self, operand: fx.Node, line: str) -> fx.Node:
+        """Return the step's node of an attention's mask."""
+        mask = self.mask_of.get(operand)
         if mask is None:
             raise UnsupportedMask(
                 "A mask or bias of attention scores is computed from hidden values.",
@@ -200,6 +206,9 @@ class _Builder:
                 remedy="What is added to scores may depend on positions, on inputs and on parameters. Multiply queries "
                 "or keys by what depends on them, or add it to the queries and keys before their product.",
             )
+        return mask
+
+    def _program(self, mask: fx.Node, line: str) -> int:
         if mask not in self.program_of:
             kinds = self.step.kinds
             try:
@@ -214,6 +223,20 @@ class _Builder:
                 self.programs.append((program, _finite(mask)))
             self.program_of[mask] = self.programs.index((program, _finite(mask)))
         return self.program_of[mask]
+
+    def _refuse_if_learned(self, mask: fx.Node, line: str) -> None:
+        """Refuse a mask that a gradient flows through: its blocks are computed outside of autograd."""
+        reached = before(mask, self.step.learns)
+        names = {i.name: users_expression(i.source) for i in self.step.inputs}
+        learned = [names[n.name] for n in reached if n.op == "placeholder"]
+        if learned:
+            raise UnsupportedMask(
+                f"An attention mask or bias is computed from {', '.join(sorted(learned))}, which needs a gradient: "
+                "masks are computed a block at a time, without one.",
+                where=line,
+                remedy="If nothing is to be learned through the mask, take it from a value without a gradient: "
+                "`.detach()`, or requires_grad=False. Learned biases need eager.",
+            )
 
     def _state(self, operand: fx.Node, line: str) -> fx.Node:
         """Return the node that is kept for an operand `[rows, heads, tokens, width]`, and make it a slot."""

@@ -30,6 +30,7 @@ from longstraw.arch.spellings import same_sizes
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
 from longstraw.passes.functional import make_functional
+from longstraw.passes.gradients import flow
 from longstraw.passes.losses import write_out_losses
 from longstraw.passes.modes import resolve_dtypes, resolve_modes
 from longstraw.passes.products import write_einsums_as_products
@@ -47,7 +48,8 @@ def normalise(traced: Traced) -> Normalised:
     resolve_dtypes(module.graph)
     _refuse_batch_statistics(module.graph)
     _drop_dropout(module.graph)
-    make_functional(module.graph, trained=frozenset(i.name for i in traced.inputs if i.requires_grad))
+    trained = frozenset(i.name for i in traced.inputs if i.requires_grad)
+    make_functional(module.graph, trained=trained)
     resolve_modes(module.graph)
     _drop_no_ops(module.graph)
     fill_by_size(module.graph)
@@ -60,7 +62,8 @@ def normalise(traced: Traced) -> Normalised:
     reroll(module.graph)
     _eliminate_dead_code(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
-    attention_rule.recognise(module, is_score=_two_token_dims(module.graph))
+    learns = flow(module.graph, trained=trained)
+    attention_rule.recognise(module, is_score=_two_token_dims(module.graph), learns=learns)
     _eliminate_dead_code(module.graph)
     module.graph.lint()
     module.recompile()

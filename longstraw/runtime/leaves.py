@@ -68,6 +68,9 @@ class Where:
 def learning_inputs(branch: Stateful, values: Mapping[fx.Node, Any], learns: frozenset[fx.Node]) -> list[fx.Node]:
     """Return what a branch reads that gradients flow from: other parameters keep a gradient of None.
 
+    Beside parameters and inputs these are values that are computed from them once for all spans, such as a mean of an
+    input: to the spans' graphs they are leaves, and their gradients flow on when all spans are done.
+
     Args:
         branch: the branch.
         values: what its inputs are, by node of the step.
@@ -75,7 +78,8 @@ def learning_inputs(branch: Stateful, values: Mapping[fx.Node, Any], learns: fro
     """
     found: dict[fx.Node, None] = {}
     for graph in (branch.segment.body, *(head.graph for head in branch.segment.heads)):
-        for node in (*graph.inputs.parameters, *(t.node for t in graph.inputs.tokens)):
+        read = graph.inputs
+        for node in (*read.parameters, *read.values, *(t.node for t in read.tokens)):
             value = values[node]
             if isinstance(value, Tensor) and value.requires_grad and node in learns:
                 found[node] = None
@@ -86,9 +90,9 @@ class Leaves:
     """Where gradients of parameters and of differentiable inputs accumulate during replay and unwind.
 
     Args:
-        values: parameters and differentiable token inputs, by node of the step.
+        values: parameters and other inputs of the spans' graphs, by node of the step.
         wanted: which of them need a gradient.
-        dtype: parameter gradients accumulate in at least this dtype.
+        dtype: gradients accumulate in at least this dtype.
         num_rows: rows of the step.
     """
 
@@ -97,12 +101,13 @@ class Leaves:
     ) -> None:
         self._values, self._num_rows = values, num_rows
         self._wanted = set(wanted)
-        self._sums: dict[fx.Node, Tensor] = {}
+        self._sums: dict[fx.Node, Tensor] = {}  # of leaves narrower than they add up in
+        self._part_sums: dict[fx.Node, Tensor] = {}  # of what is read a part at a time
         self._leaves: dict[fx.Node, Tensor] = {}
         self._dtype = dtype
 
-    def parameter(self, node: fx.Node) -> Tensor:
-        """Return the leaf that stands for a parameter in the spans' graphs."""
+    def whole(self, node: fx.Node) -> Tensor:
+        """Return the leaf that stands for a parameter, or a value that is read whole, in the spans' graphs."""
         value = self._values[node]
         if node not in self._wanted:
             return value.detach()
@@ -136,12 +141,12 @@ class Leaves:
         for part in parts:
             if part.leaf.grad is None:
                 continue
-            if part.node not in self._sums:
+            if part.node not in self._part_sums:
                 value = self._values[part.node]
                 wide = torch.promote_types(value.dtype, self._dtype)
-                self._sums[part.node] = torch.zeros(value.shape, dtype=wide, device=value.device)
+                self._part_sums[part.node] = torch.zeros(value.shape, dtype=wide, device=value.device)
             put(
-                self._sums[part.node],
+                self._part_sums[part.node],
                 part.leaf.grad,
                 part.place,
                 num_rows=self._num_rows,
@@ -155,7 +160,9 @@ class Leaves:
 
     def gradient(self, node: fx.Node) -> Tensor | None:
         """Return the gradient of a parameter or input in its own dtype, or None when nothing reached it."""
-        if node in self._sums:
-            return self._sums[node].to(self._values[node].dtype)
         leaf = self._leaves.get(node)
-        return None if leaf is None else leaf.grad
+        whole = self._sums.get(node, None if leaf is None else leaf.grad)
+        found = [x for x in (whole, self._part_sums.get(node)) if x is not None]
+        if not found:
+            return None
+        return (found[0] if len(found) == 1 else found[0] + found[1]).to(self._values[node].dtype)

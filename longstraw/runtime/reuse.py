@@ -25,6 +25,7 @@ from longstraw.runtime.layouts import Place, take
 from longstraw.runtime.numbers import Numbers
 from longstraw.runtime.prefix_tree import Node
 from longstraw.runtime.state import Kept, Store
+from longstraw.runtime.versions import inputs_of
 from longstraw.stages import Stateful
 
 LARGE_DRIFT = 0.1
@@ -108,24 +109,14 @@ def _of_tokens(value: Tensor, place: Place, num_rows: int, root: Node) -> Tensor
 def weights_for(branch: Stateful, values: Mapping[fx.Node, Any]) -> tuple[weakref.ref[Tensor], ...]:
     """Return the parameters that a branch reads or that what it reads is computed from, trained or not."""
     body = branch.segment.body.inputs
-    read = [given for node in body.values if _is_weight(node, values) for given in _given(node)]
+    read = [given for node in body.values if _is_weight(node, values) for given in inputs_of(node)]
     return tuple(weakref.ref(values[node]) for node in (*body.parameters, *read))
 
 
 def _is_weight(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Return whether a value is a parameter, or computed from parameters alone."""
-    given = _given(node)
+    given = inputs_of(node)
     return bool(given) and all(isinstance(values[one], nn.Parameter) for one in given)
-
-
-def _given(node: fx.Node) -> list[fx.Node]:
-    """Return the step's inputs that a value is computed from."""
-    stack, seen = [node], {node: None}
-    while stack:
-        before = [one for one in stack.pop().all_input_nodes if one not in seen]
-        seen.update(dict.fromkeys(before))
-        stack += before
-    return [one for one in seen if one.op == "placeholder"]
 
 
 class PromptCache:

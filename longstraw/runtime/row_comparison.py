@@ -90,10 +90,15 @@ class RowComparison:
             lengths = torch.minimum(lengths, read.in_common(row, rows, since, self._stop))
         if torch.is_grad_enabled():
             # A value given for every row gets a gradient for every row, so rows can't share it.
-            own = min([self._stop, *(self._numbers(t.repeated) for t in self._own)])
+            own = min([self._stop, *map(self._shareable, self._own)])
             lengths = torch.where(torch.tensor(rows) == row, lengths, lengths.clamp(max=own))
         found: list[int] = lengths.tolist()
         return found
+
+    def _shareable(self, own: TokenInput) -> int:
+        """Return the first token at which rows have a gradient of their own."""
+        place = self._place(own.layout)
+        return 0 if place.token_dim is None else max(0, place.start + self._numbers(own.repeated))
 
     @functools.cached_property
     def _own(self) -> list[TokenInput]:

@@ -55,7 +55,7 @@ class Runner:
     Args:
         branch: its graphs and tables.
         runs: what runs the graphs.
-        values: every light value and parameter, by node of the step.
+        values: every light value and parameter, by node of the step. No gradient flows into them from here.
         num_rows: rows of the step.
         row_tokens: tokens of a row.
         place: `layout -> Place` with this step's numbers.
@@ -267,9 +267,7 @@ class Runner:
         self, inputs: SegmentInputs, where: Where, lo: int, hi: int, leaves: Leaves | None, parts: list[Part]
     ) -> list[Any]:
         """Return what a graph reads; leaves of token inputs are added to `parts`."""
-        parameters = [
-            self._values[node].detach() if leaves is None else leaves.parameter(node) for node in inputs.parameters
-        ]
+        whole = [self._whole(node, leaves) for node in (*inputs.parameters, *inputs.values)]
         tokens = []
         for wanted in inputs.tokens:
             place = self.place(wanted.layout)
@@ -286,7 +284,14 @@ class Runner:
             if part is not None:
                 parts.append(part)
             tokens.append(value if part is None else part.leaf)
-        return [*parameters, *(self._values[node] for node in inputs.values), *tokens]
+        return [*whole, *tokens]
+
+    def _whole(self, node: fx.Node, leaves: Leaves | None) -> Any:
+        """Return something that is read whole: its leaf in a graph, or its value."""
+        value = self._values[node]
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach() if leaves is None else leaves.whole(node)
 
     # --- results ----------------------------------------------------------------------------------------------------
 

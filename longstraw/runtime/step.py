@@ -2,7 +2,7 @@
 
 `run_step` is what a compiled step calls. Capture and score run in its forward; the objective runs under autograd on
 their results; replay, unwind and finalise run in the backward of `_Branch`, the one autograd node between parameters
-and results.
+and results. `_Held` is between the step and all that learns: it hands gradients over when everything has succeeded.
 """
 
 from __future__ import annotations
@@ -39,25 +39,51 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[Pr
         caches: for each branch, what keeps its captured prompt for later steps; None keeps none.
     """
     located = program.step.partitioned.step
+    names = _placeholders(located)
+    held = _held(located, dict(zip(names, inputs, strict=True)))
+    connected = [held.get(node, value) for node, value in zip(names, inputs, strict=True)]
     with refused_if_full():
-        branches = _branches(program, budget, inputs, caches or [None] * len(program.step.branches))
+        branches = _branches(program, budget, inputs, connected, caches or [None] * len(program.step.branches))
     with contextlib.ExitStack() as stack:
         for cache in caches or ():
             stack.enter_context(cache.cleared_on_error())
-        results = [_connected(run) for run in branches]
-        objective = functools.partial(program.step.partitioned.objective, *inputs)
+        results = [_connected(run, held) for run in branches]
+        objective = functools.partial(program.step.partitioned.objective, *connected)
         return outputs_and_drift(objective, results, [run.stale for run in branches], located.options)
 
 
+def _placeholders(located: Located) -> list[fx.Node]:
+    return [node for node in located.module.graph.nodes if node.op == "placeholder"]
+
+
+def _held(located: Located, values: Mapping[fx.Node, Any]) -> dict[fx.Node, Tensor]:
+    """Return what learns among the inputs, connected to autograd by one node for all of it."""
+    learning = {n: x for n, x in values.items() if n in located.learns and isinstance(x, Tensor) and x.requires_grad}
+    if not (learning and torch.is_grad_enabled()):
+        return {}
+    return dict(zip(learning, _Held.apply(*learning.values()), strict=True))  # type: ignore[no-untyped-call]
+
+
 def _branches(
-    program: Lowered, budget: Budget, inputs: Sequence[Any], caches: Sequence[PromptCache | None]
+    program: Lowered,
+    budget: Budget,
+    inputs: Sequence[Any],
+    connected: Sequence[Any],
+    caches: Sequence[PromptCache | None],
 ) -> list[BranchRun]:
-    """Return the branches of one step, with their plans."""
+    """Return the branches of one step, with their plans.
+
+    Args:
+        program: the compiled step.
+        budget: plans it.
+        inputs: the step's.
+        connected: the same, through `_Held`.
+        caches: one for each branch.
+    """
     located = program.step.partitioned.step
-    names = [node for node in located.module.graph.nodes if node.op == "placeholder"]
-    values: dict[fx.Node, Any] = dict(zip(names, inputs, strict=True))
+    values: dict[fx.Node, Any] = dict(zip(_placeholders(located), inputs, strict=True))
     _check_inputs(located, values)
-    light = program.prologue(*inputs)
+    light = program.prologue(*connected)
     values.update(zip(program.light, light, strict=True))
     numbers = Numbers(located.sizes, values)
     branches = [
@@ -111,13 +137,26 @@ def _plan(budget: Budget, most: int, branches: Sequence[BranchRun], inputs: Sequ
         run.take(plan)
 
 
-def _connected(run: BranchRun) -> list[Tensor]:
+def _connected(run: BranchRun, held: Mapping[fx.Node, Tensor]) -> list[Tensor]:
     """Run capture and score; return the results, connected to autograd when they need a gradient."""
-    inputs = [run.values[node] for node in run.differentiable]
+    inputs = [held.get(node, run.values[node]) for node in run.differentiable]
     if torch.is_grad_enabled() and inputs and run.learns:
         return list(_Branch.apply(run, *inputs))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         return run.forward(keep=False)
+
+
+class _Held(torch.autograd.Function):
+    """Passes inputs on. Autograd calls its backward last in a step, so no gradient is written where anything fails."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
 
 
 class _Branch(torch.autograd.Function):

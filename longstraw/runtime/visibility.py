@@ -63,7 +63,11 @@ class Visibility:
     """
 
     def __init__(self, branch: Stateful, values: Mapping[fx.Node, Any]) -> None:
-        self._branch, self._values = branch, values
+        self._branch = branch
+        self._values = {  # no gradient flows through what may be seen, see insert_state
+            node: value.detach() if isinstance(value, Tensor) else value
+            for node, value in ((node, values[node]) for program in branch.masks for node in program.inputs)
+        }
         self._blocks: dict[Rows, list[Blocks]] = {}
         self._factors_checked = False
 
