@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from longstraw import compat, invariants
@@ -116,6 +117,7 @@ def compile_graph(
     """
 
     associative.resolve(gm)
+    compat.remember_model()
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
         try:
@@ -126,6 +128,7 @@ def compile_graph(
             return piece.forward
         if program is None:
             return piece.forward
+        floats = [isinstance(value, torch.SymFloat) for value in compat.fake_inputs(piece)]
         run: Compiled = functools.partial(start or run_step, program, Budget(program))
         if options.reuse_prompt_for:
             caches = [PromptCache(options.reuse_prompt_for) for _ in program.step.branches]
@@ -134,9 +137,19 @@ def compile_graph(
             run = checked_at_first_call(program, run)
         inputs = program.step.partitioned.step.inputs
         written = [(i, x.source) for i, x in enumerate(inputs) if x.written]
-        return writing_back(run, written) if written else run
+        run = writing_back(run, written) if written else run
+        return functools.partial(_with_floats, run, floats) if any(floats) else run
 
-    return split_at_backward(gm, compile_piece=compile_piece)
+    try:
+        return split_at_backward(gm, compile_piece=compile_piece)
+    except LongstrawError:
+        compat.retrace_with_constants(gm)  # where a number must be known, as a scale, one that changes costs a compile
+        raise
+
+
+def _with_floats(run: Compiled, floats: Sequence[bool], *inputs: Any) -> Any:
+    """Run on Python floats in place of the tensors in which Dynamo hands over those that change."""
+    return run(*(float(x) if is_float else x for x, is_float in zip(inputs, floats, strict=True)))
 
 
 PASSES: tuple[Callable[[Any], Any], ...] = (

@@ -101,6 +101,29 @@ class StaticTokens(LongstrawError, NotImplementedError):
         )
 
 
+class CompiledTooOften(LongstrawError, RuntimeError):
+    """Dynamo has compiled the step as often as it may, and would run it eagerly from now on.
+
+    Args:
+        function: the name of the function that it would compile again.
+        times: how often it may.
+        limit: the name of Dynamo's setting.
+        reason: what the newest compiled form asks for and this call does not have, or "" where that isn't known.
+        where: where the function is.
+    """
+
+    def __init__(self, function: str, *, times: int, limit: str, reason: str, where: str) -> None:
+        differs = f" The last one holds for {reason}." if reason else ""
+        super().__init__(
+            f"{function} was compiled {times} times, as often as torch._dynamo.config.{limit} allows, each time "
+            f"because a value of Python's that it reads was another; now Dynamo would run it eagerly.{differs}",
+            where=where,
+            remedy="Pass what changes at each call as a tensor of no dims, torch.tensor(coefficient), and collect "
+            "metrics outside of the step; TORCH_LOGS=recompiles shows every reason. To compare options on one "
+            "function, call torch._dynamo.reset() in between.",
+        )
+
+
 class ParametersChanged(LongstrawError, RuntimeError):
     """A parameter or an input was changed or replaced between the step's forward and its backward."""
 
@@ -152,7 +175,11 @@ def user_line(stack_trace: str | None, *, own: bool = True) -> str:
     if not frames:
         return ""
     frame = frames[-1] if own else frames[0]
-    path = frame["file"]
+    return f"{function_line(frame['file'], frame['line'], frame['function'])}: {frame['code'].strip()}"
+
+
+def function_line(path: str, line: int | str, function: str) -> str:
+    """Return `file:line in function`, the file below the working directory where it is."""
     if path.startswith(os.getcwd() + os.sep):
         path = os.path.relpath(path)
-    return f"{path}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"
+    return f"{path}:{line} in {function}"
