@@ -23,6 +23,7 @@ from longstraw.errors import (
     WideResult,
 )
 from longstraw.options import Options
+from longstraw.parallel import refuse_parallel, refuse_parallel_models
 from longstraw.passes.find_branches import find_branches, has_region
 from longstraw.passes.find_token_dim import Composite, find_token_dim
 from longstraw.passes.insert_state import insert_state
@@ -81,6 +82,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options)
     if not may_have_model(gm):
         hidden = hidden_inputs(gm)
         if hidden:
+            refuse_parallel_models(compat.values_in_reach())
             raise ModelSplit(
                 f"The model runs outside of the compiled graph: {hidden[0]} comes from code that Dynamo gave up on.",
                 remedy="Compile the step that calls the model, and keep what Dynamo can't trace out of the model. "
@@ -140,9 +142,12 @@ def compile_graph(
         run = writing_back(run, written) if written else run
         return functools.partial(_with_floats, run, floats) if any(floats) else run
 
+    refuse_parallel(gm)
     try:
         return split_at_backward(gm, compile_piece=compile_piece)
-    except LongstrawError:
+    except LongstrawError as error:
+        if isinstance(error, (StaticTokens, WideResult)):
+            refuse_parallel_models(compat.values_in_reach())
         compat.retrace_with_constants(gm)  # where a number must be known, as a scale, one that changes costs a compile
         raise
 

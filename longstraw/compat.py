@@ -174,6 +174,33 @@ def remember_model() -> None:
             frame = frame.f_back  # type: ignore[assignment]
 
 
+def values_in_reach() -> list[Any]:
+    """Return what the frame that is being compiled reads by name, what the part of it that ran before had, and the
+    objects whose methods are running.
+    """
+    compiling = _compiling()
+    if compiling is None:
+        return []
+    code: CodeType = compiling["code"]
+    values = [*compiling["locals"].values(), *(compiling["globals"].get(name) for name in code.co_names)]
+    frame = sys._getframe()
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_firstlineno) == (code.co_filename, code.co_firstlineno):
+            values += frame.f_locals.values()
+        elif "self" in frame.f_locals:
+            values.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return values
+
+
+def is_part_for_ddp() -> bool:
+    """Return whether Dynamo compiles a part of a graph that it has cut for DistributedDataParallel."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch._dynamo.backends.distributed":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 @dataclass(frozen=True)
 class Substitution:
     """A function that is traced as another.

@@ -41,6 +41,24 @@ class BadInput(LongstrawError, ValueError):
     """The tensors given to the compiled step can't be run: empty, or on several devices."""
 
 
+class SeveralProcesses(LongstrawError, NotImplementedError):
+    """The model is replicated or spread over processes or devices.
+
+    Args:
+        name: which.
+        kind: the class that does it.
+    """
+
+    def __init__(self, name: str, kind: str) -> None:
+        whole = "Pass the plain module, with whole parameters on one device"
+        super().__init__(
+            f"{name} is a {kind}: longstraw runs in one process and on one device, and rows of other processes are not "
+            "known to it.",
+            remedy=f"{'Pass model.module' if kind == 'DistributedDataParallel' else whole}, and reduce the gradients "
+            "yourself after backward: torch.distributed.all_reduce(p.grad) for each parameter p.",
+        )
+
+
 class UnsupportedOp(LongstrawError, NotImplementedError):
     """An op meets the token dim in a way that no rule covers."""
 

@@ -16,6 +16,7 @@ from longstraw import backend, compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import BudgetTooSmall, LongstrawError
 from longstraw.options import Options
+from longstraw.parallel import held, refuse_parallel_models
 from longstraw.passes.trace import may_have_model
 from longstraw.render import render
 from longstraw.runtime.budget import Budget, Estimate
@@ -117,6 +118,7 @@ def explain(
     """
     found = Recorder(Options.of(options), stop=True)
     step = getattr(step, "_torchdynamo_orig_callable", step)
+    refuse_parallel_models([*compat.tree_leaves((args, kwargs)), *held(step)], replicated=False)
     torch._dynamo.reset()
     try:
         torch.compile(step, backend=found)(*args, **kwargs)
