@@ -380,7 +380,7 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    inside = os.path.dirname(torch.__file__)
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__) + os.sep)
     frames = [frame for frame in reason.user_stack or () if not frame.filename.startswith(inside)]
     frame = frames[-1] if frames else None
     line = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}" if frame is not None else ""
