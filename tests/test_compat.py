@@ -142,6 +142,12 @@ def test_source_name_is_the_users_expression() -> None:
     assert any("model" in name and "weight" in name for name in names)
 
 
+def test_users_expression_leaves_out_how_modules_keep_their_parts() -> None:
+    inner = "L['model'].__dict__['_modules']['base_model'].__dict__['_modules']['model'].layers"
+    assert compat.users_expression(inner) == "model.base_model.model.layers"
+    assert compat.users_expression("len(G['trainer'].metrics['loss'])") == "len(trainer.metrics['loss'])"
+
+
 def test_graph_break_names_the_line() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
