@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from longstraw import compat, invariants
@@ -22,6 +23,7 @@ from longstraw.errors import (
     WideResult,
 )
 from longstraw.options import Options
+from longstraw.parallel import refuse_parallel, refuse_parallel_models
 from longstraw.passes.find_branches import find_branches, has_region
 from longstraw.passes.find_token_dim import Composite, find_token_dim
 from longstraw.passes.insert_state import insert_state
@@ -80,6 +82,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options)
     if not may_have_model(gm):
         hidden = hidden_inputs(gm)
         if hidden:
+            refuse_parallel_models(compat.values_in_reach())
             raise ModelSplit(
                 f"The model runs outside of the compiled graph: {hidden[0]} comes from code that Dynamo gave up on.",
                 remedy="Compile the step that calls the model, and keep what Dynamo can't trace out of the model. "
@@ -116,6 +119,7 @@ def compile_graph(
     """
 
     associative.resolve(gm)
+    compat.remember_model()
 
     def compile_piece(piece: fx.GraphModule) -> Compiled:
         try:
@@ -126,6 +130,7 @@ def compile_graph(
             return piece.forward
         if program is None:
             return piece.forward
+        floats = [isinstance(value, torch.SymFloat) for value in compat.fake_inputs(piece)]
         run: Compiled = functools.partial(start or run_step, program, Budget(program))
         if options.reuse_prompt_for:
             caches = [PromptCache(options.reuse_prompt_for) for _ in program.step.branches]
@@ -134,9 +139,22 @@ def compile_graph(
             run = checked_at_first_call(program, run)
         inputs = program.step.partitioned.step.inputs
         written = [(i, x.source) for i, x in enumerate(inputs) if x.written]
-        return writing_back(run, written) if written else run
+        run = writing_back(run, written) if written else run
+        return functools.partial(_with_floats, run, floats) if any(floats) else run
 
-    return split_at_backward(gm, compile_piece=compile_piece)
+    refuse_parallel(gm)
+    try:
+        return split_at_backward(gm, compile_piece=compile_piece)
+    except LongstrawError as error:
+        if isinstance(error, (StaticTokens, WideResult)):
+            refuse_parallel_models(compat.values_in_reach())
+        compat.retrace_with_constants(gm)  # where a number must be known, as a scale, one that changes costs a compile
+        raise
+
+
+def _with_floats(run: Compiled, floats: Sequence[bool], *inputs: Any) -> Any:
+    """Run on Python floats in place of the tensors in which Dynamo hands over those that change."""
+    return run(*(float(x) if is_float else x for x, is_float in zip(inputs, floats, strict=True)))
 
 
 PASSES: tuple[Callable[[Any], Any], ...] = (

@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import sympy
@@ -19,7 +20,7 @@ import torch
 import torch._dynamo
 import torch.fx.experimental._config as fx_config
 from torch import fx
-from torch._dynamo import trace_rules
+from torch._dynamo import convert_frame, trace_rules
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.output_graph import OutputGraph
@@ -34,6 +35,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from longstraw.errors import CompiledTooOften, function_line
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
@@ -76,6 +79,7 @@ class _Tracing:
 
             callback_handler.run_start_callbacks = run_start  # type: ignore[method-assign]
             callback_handler.run_end_callbacks = run_end  # type: ignore[method-assign]
+            _refuse_at_the_limit()
 
     def _start(self) -> None:
         backend, options = _backend_being_compiled_for()
@@ -102,6 +106,99 @@ class _Tracing:
         self._symbolic.close()
         self._symbolic = None
         return True
+
+    def make_floats_constant(self) -> bool:
+        """Take every Python float for a constant; return whether that changes anything."""
+        if self._symbolic is None:
+            return False
+        self._symbolic.enter_context(torch._dynamo.config.patch(specialize_float=True))
+        return True
+
+
+def _refuse_at_the_limit() -> None:
+    """Raise where Dynamo has compiled a frame for a backend of ours as often as it may, and would run it eagerly.
+
+    That holds for frames that ran a model, themselves or in what they call; metrics may be computed eagerly.
+    """
+    exceeds = convert_frame.exceeds_recompile_limit  # type: ignore[attr-defined]
+
+    def checked(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        exceeded, limit = exceeds(*args, **kwargs)
+        compiling = _compiling()
+        if exceeded and compiling is not None and _place(compiling["code"]) in _frames_with_model:
+            backend, _ = _backend_being_compiled_for()
+            if getattr(backend, "traces_backward", False):
+                code = compiling["code"]
+                raise CompiledTooOften(
+                    code.co_name,
+                    times=int(getattr(torch._dynamo.config, limit)),
+                    limit=limit,
+                    reason=_failed_guard(str(compiling.get("recompile_reason") or "")),
+                    where=function_line(code.co_filename, code.co_firstlineno, code.co_name),
+                )
+        return exceeded, limit
+
+    convert_frame.exceeds_recompile_limit = checked  # type: ignore[attr-defined]
+
+
+def _failed_guard(reason: str) -> str:
+    """Return what a guard asked, as the user would write it, without the number of the compilation."""
+    first = next(iter(reason.strip().splitlines()), "")
+    return users_expression(re.sub(r"^\d+/\d+: ", "", first).split("  # ")[0].strip())
+
+
+_frames_with_model: set[tuple[str, str, int]] = set()
+
+
+def _place(code: CodeType) -> tuple[str, str, int]:
+    """Return what Dynamo's code for a function and the function's own have in common."""
+    return code.co_filename, code.co_name, code.co_firstlineno
+
+
+def _compiling() -> Mapping[str, Any] | None:
+    """Return what Dynamo knows of the frame that is being compiled, found on the stack."""
+    frame = sys._getframe()
+    while frame is not None and not {"code", "compiler_fn", "compile_id"} <= frame.f_locals.keys():
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else dict(frame.f_locals)
+
+
+def remember_model() -> None:
+    """Note that the frame that is being compiled runs a model, and so do those that called it."""
+    compiling = _compiling()
+    if compiling is not None:
+        _frames_with_model.add(_place(compiling["code"]))
+        frame = sys._getframe()
+        while frame is not None:
+            _frames_with_model.add(_place(frame.f_code))
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def values_in_reach() -> list[Any]:
+    """Return what the frame that is being compiled reads by name, what the part of it that ran before had, and the
+    objects whose methods are running.
+    """
+    compiling = _compiling()
+    if compiling is None:
+        return []
+    code: CodeType = compiling["code"]
+    values = [*compiling["locals"].values(), *(compiling["globals"].get(name) for name in code.co_names)]
+    frame = sys._getframe()
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_firstlineno) == (code.co_filename, code.co_firstlineno):
+            values += frame.f_locals.values()
+        elif "self" in frame.f_locals:
+            values.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return values
+
+
+def is_part_for_ddp() -> bool:
+    """Return whether Dynamo compiles a part of a graph that it has cut for DistributedDataParallel."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch._dynamo.backends.distributed":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 @dataclass(frozen=True)
@@ -161,13 +258,30 @@ def _symbolic_sizes() -> Iterator[contextlib.ExitStack]:
             torch._dynamo.config.patch(
                 assume_static_by_default=False,  # every size and int argument is symbolic
                 automatic_dynamic_shapes=True,
-                specialize_float=True,  # but Python floats stay plain numbers
+                specialize_float=False,
             )
         )
+        stack.enter_context(_floats_that_change_only())
         stack.enter_context(_leaves_inside())
         # Equal sizes must not share a symbol: P may equal R in the first call only.
         stack.enter_context(fx_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         yield stack
+
+
+@contextlib.contextmanager
+def _floats_that_change_only() -> Iterator[None]:
+    """Make a Python float symbolic when it differs from the last call's; until then it stays a plain number."""
+    wrap = VariableBuilder.wrap_symfloat
+
+    def wrap_one(self: VariableBuilder, value: float) -> Any:
+        with torch._dynamo.config.patch(assume_static_by_default=True):
+            return wrap(self, value)
+
+    VariableBuilder.wrap_symfloat = wrap_one  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -232,15 +346,33 @@ def trace_backward_inside(
 
 def retrace_as_usual(gm: fx.GraphModule) -> None:
     """Make Dynamo trace a frame again with the sizes it would choose by itself (raises), if that can differ."""
-    symbolic = any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in gm.graph.nodes)
+    symbolic = any(isinstance(node.meta.get("example_value"), _SYMBOLIC) for node in gm.graph.nodes)
     leaves = any(node.target is allow_leaf_inside for node in gm.graph.nodes)
     if (symbolic or leaves) and _tracing.make_static():
         raise _Retrace(restart_reason="longstraw leaves this graph to the inner backend")
 
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+
+
+def retrace_with_constants(gm: fx.GraphModule) -> None:
+    """Make Dynamo trace a frame again with every Python float a constant (raises), if any in its graph is none."""
+    changing = any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in gm.graph.nodes)
+    if changing and _tracing.make_floats_constant():
+        raise _Retrace(restart_reason="longstraw needs a Python float as a constant")
+
+
 def fake_inputs(gm: fx.GraphModule) -> list[Any]:
-    """Return the example values (fake tensors, SymInts) of a Dynamo graph's placeholders."""
-    return [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    """Return the example values (fake tensors, SymInts, SymFloats) of a Dynamo graph's placeholders.
+
+    Dynamo hands over a Python float that changes from call to call as a tensor, and calls its `item()`.
+    """
+    floats = {
+        node.args[0]: node.meta["example_value"]
+        for node in gm.graph.find_nodes(op="call_method", target="item")
+        if isinstance(node.meta.get("example_value"), torch.SymFloat)
+    }
+    return [floats.get(n, n.meta["example_value"]) for n in gm.graph.nodes if n.op == "placeholder"]
 
 
 def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
@@ -248,7 +380,7 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    inside = os.path.dirname(torch.__file__)
+    inside = (os.path.dirname(torch.__file__), os.path.dirname(__file__) + os.sep)
     frames = [frame for frame in reason.user_stack or () if not frame.filename.startswith(inside)]
     frame = frames[-1] if frames else None
     line = f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}" if frame is not None else ""
@@ -339,6 +471,12 @@ def expression(size: int | torch.SymInt | sympy.Expr) -> sympy.Expr:
     return sympy.sympify(size)
 
 
+def known_number(number: torch.SymFloat) -> float | None:
+    """Return the value of a symbolic float that tracing takes for a constant, with a guard; None where it varies."""
+    known = number.node.shape_env.simplify(number.node.expr)
+    return float(known) if known.is_number else None
+
+
 def hint(size: int | torch.SymInt) -> int:
     """Return the value that a size had in the traced call."""
     if isinstance(size, torch.SymInt):
@@ -369,7 +507,8 @@ def source_name(placeholder: fx.Node) -> str:
 
 def users_expression(written: str) -> str:
     """Return Dynamo's expression for a value of the user's, such as `L['model'].head`, as the user would write it."""
-    written = re.sub(r"^L\['(\w+)'\]", r"\1", written)
+    written = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", written)
+    written = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", written)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", written)
 
 

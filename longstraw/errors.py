@@ -41,6 +41,24 @@ class BadInput(LongstrawError, ValueError):
     """The tensors given to the compiled step can't be run: empty, or on several devices."""
 
 
+class SeveralProcesses(LongstrawError, NotImplementedError):
+    """The model is replicated or spread over processes or devices.
+
+    Args:
+        name: which.
+        kind: the class that does it.
+    """
+
+    def __init__(self, name: str, kind: str) -> None:
+        whole = "Pass the plain module, with whole parameters on one device"
+        super().__init__(
+            f"{name} is a {kind}: longstraw runs in one process and on one device, and rows of other processes are not "
+            "known to it.",
+            remedy=f"{'Pass model.module' if kind == 'DistributedDataParallel' else whole}, and reduce the gradients "
+            "yourself after backward: torch.distributed.all_reduce(p.grad) for each parameter p.",
+        )
+
+
 class UnsupportedOp(LongstrawError, NotImplementedError):
     """An op meets the token dim in a way that no rule covers."""
 
@@ -102,6 +120,29 @@ class StaticTokens(LongstrawError, NotImplementedError):
         )
 
 
+class CompiledTooOften(LongstrawError, RuntimeError):
+    """Dynamo has compiled the step as often as it may, and would run it eagerly from now on.
+
+    Args:
+        function: the name of the function that it would compile again.
+        times: how often it may.
+        limit: the name of Dynamo's setting.
+        reason: what the newest compiled form asks for and this call does not have, or "" where that isn't known.
+        where: where the function is.
+    """
+
+    def __init__(self, function: str, *, times: int, limit: str, reason: str, where: str) -> None:
+        differs = f" The last one holds for {reason}." if reason else ""
+        super().__init__(
+            f"{function} was compiled {times} times, as often as torch._dynamo.config.{limit} allows, each time "
+            f"because a value of Python's that it reads was another; now Dynamo would run it eagerly.{differs}",
+            where=where,
+            remedy="Pass what changes at each call as a tensor of no dims, torch.tensor(coefficient), and collect "
+            "metrics outside of the step; TORCH_LOGS=recompiles shows every reason. To compare options on one "
+            "function, call torch._dynamo.reset() in between.",
+        )
+
+
 class ParametersChanged(LongstrawError, RuntimeError):
     """A parameter or an input was changed or replaced between the step's forward and its backward."""
 
@@ -153,7 +194,11 @@ def user_line(stack_trace: str | None, *, own: bool = True) -> str:
     if not frames:
         return ""
     frame = frames[-1] if own else frames[0]
-    path = frame["file"]
+    return f"{function_line(frame['file'], frame['line'], frame['function'])}: {frame['code'].strip()}"
+
+
+def function_line(path: str, line: int | str, function: str) -> str:
+    """Return `file:line in function`, the file below the working directory where it is."""
     if path.startswith(os.getcwd() + os.sep):
         path = os.path.relpath(path)
-    return f"{path}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"
+    return f"{path}:{line} in {function}"

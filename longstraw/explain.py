@@ -16,6 +16,7 @@ from longstraw import backend, compat
 from longstraw.arch.rules import op_name
 from longstraw.errors import BudgetTooSmall, LongstrawError
 from longstraw.options import Options
+from longstraw.parallel import held, refuse_parallel_models
 from longstraw.passes.trace import may_have_model
 from longstraw.render import render
 from longstraw.runtime.budget import Budget, Estimate
@@ -34,11 +35,14 @@ class Explanation:
         programs: the rewritten steps: one for each forward with a model (a loop over micro-batches has several).
         records: for each program, the record of every stage by name.
         inputs: of the first program, as fake tensors.
+        broken: where Dynamo broke the step after these programs, and why; "" where it did not. What comes after, which
+            may be another forward with a model, isn't shown.
     """
 
     programs: tuple[Lowered, ...]
     records: tuple[Mapping[str, Any], ...]
     inputs: tuple[Any, ...]
+    broken: str = ""
 
     def stage(self, name: str, program: int = 0) -> str:
         """Return the graphs after a stage as Python source that runs.
@@ -89,7 +93,8 @@ class Explanation:
         return self.programs[0].step.partitioned.step.options
 
     def __str__(self) -> str:
-        return "\n\n".join([*(_describe(program) for program in self.programs), "\n".join(self._plan())])
+        described = [*(_describe(program) for program in self.programs), "\n".join(self._plan())]
+        return "\n\n".join([*described, f"not shown: what runs after {self.broken}"] if self.broken else described)
 
     def _plan(self) -> list[str]:
         if self._options.memory_budget is None:
@@ -106,6 +111,9 @@ def explain(
 ) -> Explanation:
     """Rewrite a step for these arguments and show the result; the step's graph is not run.
 
+    It ends at the first graph with a model. If Dynamo breaks the step after that one, later forwards aren't shown, and
+    the text says so.
+
     Args:
         step: the step, or what `torch.compile` returned for it, whose options are not read.
         *args, **kwargs: its arguments; models and tensors may be on the meta device.
@@ -117,6 +125,7 @@ def explain(
     """
     found = Recorder(Options.of(options), stop=True)
     step = getattr(step, "_torchdynamo_orig_callable", step)
+    refuse_parallel_models([*compat.tree_leaves((args, kwargs)), *held(step)], replicated=False)
     torch._dynamo.reset()
     try:
         torch.compile(step, backend=found)(*args, **kwargs)
@@ -127,7 +136,7 @@ def explain(
         torch._dynamo.reset()
     if not found.programs:
         raise ValueError("The step contains no model: nothing was rewritten.")
-    return Explanation(tuple(found.programs), tuple(found.records), found.inputs)
+    return Explanation(tuple(found.programs), tuple(found.records), found.inputs, found.broken)
 
 
 def _has_host(inputs: Sequence[Any]) -> bool:
@@ -159,6 +168,7 @@ class Recorder:
         self.records: list[dict[str, Any]] = []
         self._stages: dict[str, Any] = {}
         self.inputs: tuple[Any, ...] = ()
+        self.broken = ""
         self.__name__ = "longstraw"
         compat.trace_backward_inside(self, backend.traced_as_others)
 
@@ -170,6 +180,9 @@ class Recorder:
         return self._compile(gm, self._end)
 
     def _compile(self, gm: fx.GraphModule, start: Callable[..., Any]) -> Callable[..., Any]:
+        reason = compat.graph_break(gm)
+        if reason is not None:
+            self.broken = f"Dynamo's graph break ({reason[0]})" + (f"\n  at {reason[1]}" if reason[1] else "")
         return backend.compile_graph(gm, options=self.options, observe=self._observe, start=start)
 
     def _end(self, program: Lowered, budget: Budget, *inputs: Any, **_: Any) -> NoReturn:

@@ -100,6 +100,12 @@ class Options:
             raise OptionsError(f"grad_dtype={self.grad_dtype!r} is not a floating point dtype.")
         if not isinstance(self.progress, bool):
             raise OptionsError(f"progress={self.progress!r}: expected True or False.")
+        if hasattr(self.rules, "target"):
+            kind = type(self.rules).__name__
+            raise OptionsError(
+                f"rules is a {kind} itself: expected a tuple of rules.",
+                remedy="Write rules=(rule,), with a comma: a tuple of one.",
+            )
         if not isinstance(self.rules, Iterable) or not all(hasattr(rule, "target") for rule in self.rules):
             raise OptionsError(f"rules={self.rules!r}: expected a tuple, each a longstraw.Rule or a longstraw.Scan.")
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -165,7 +171,7 @@ def _bytes(value: object) -> int | None:
         scale = (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[:1] or " ")
         value = int(float(parts[1]) * scale)
     if value is not None:
-        _positive("memory_budget", value, or_else=" of bytes, or text such as '12GiB'")
+        _positive("memory_budget", value, or_else=", the number of bytes, or text such as '12GiB'")
     return value  # type: ignore[return-value]
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from longstraw.explain import Recorder
 from longstraw.options import Options
+from longstraw.parallel import held, refuse_parallel_models
 
 _SLACK = 50.0
 _LOOSEST = 0.1
@@ -86,7 +84,8 @@ def verify(
     """
     chosen = Options.of(options)
     step = getattr(step, "_torchdynamo_orig_callable", step)
-    found_values = [*pytree.tree_leaves((args, kwargs)), *_held(step)]
+    found_values = [*pytree.tree_leaves((args, kwargs)), *held(step)]
+    refuse_parallel_models(found_values, replicated=False)
     leaves = dict(_leaves(found_values))
     saved = _Saved(found_values, leaves)
     random = torch.get_rng_state()
@@ -112,20 +111,6 @@ def _precision(recorder: Recorder, leaves: Mapping[str, Tensor]) -> float:
         values = (node.meta.get("val") for node in located.layouts)
         dtypes |= {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-
-
-def _held(step: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules that a step reaches otherwise than by its arguments."""
-    if isinstance(step, functools.partial):
-        values = [*step.args, *step.keywords.values()]
-        return [*(value for value in values if isinstance(value, torch.nn.Module)), *_held(step.func)]
-    owner = getattr(step, "__self__", None)
-    values = [owner, *getattr(owner, "__dict__", {}).values()]
-    if inspect.isroutine(step):
-        with contextlib.suppress(TypeError, ValueError):  # built in, or with a name that has no value yet
-            read = inspect.getclosurevars(inspect.unwrap(step))
-            values += [*read.nonlocals.values(), *read.globals.values()]
-    return [value for value in values if isinstance(value, torch.nn.Module)]
 
 
 def _leaves(values: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

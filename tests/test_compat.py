@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch.fx.experimental._config as fx_config
 from torch import fx
 
 from longstraw import compat
+from longstraw.errors import CompiledTooOften
 
 
 def graphs(function: object, *args: object, fullgraph: bool = True) -> list[fx.GraphModule]:
@@ -61,6 +63,40 @@ def test_other_backends_trace_as_always() -> None:
     assert not any(isinstance(v, torch.SymInt) for v in compat.fake_inputs(found[0]))
 
 
+@pytest.mark.parametrize("constants", [False, True])
+def test_a_float_is_symbolic_from_its_second_value_on_and_a_constant_on_demand(constants: bool) -> None:
+    seen: list[bool] = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        seen.append(any(isinstance(v, torch.SymFloat) for v in compat.fake_inputs(gm)))
+        if constants:
+            compat.retrace_with_constants(gm)
+        return gm.forward
+
+    compiled = torch.compile(lambda x, c: x * c, backend=compat.trace_backward_inside(backend))
+    for c in (0.5, 0.25, 0.75):
+        assert float(compiled(torch.ones(()), c)) == c
+    assert seen == ([False, True, False, True, False] if constants else [False, True])
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_frame_compiled_too_often_is_refused_if_it_ran_a_model(has_model: bool) -> None:
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        if has_model:
+            compat.remember_model()
+        return gm.forward
+
+    def function(x: torch.Tensor, key: str) -> torch.Tensor:
+        return x + len(key)
+
+    compiled = torch.compile(function, backend=compat.trace_backward_inside(backend))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled(torch.ones(2), "a")
+        with pytest.raises(CompiledTooOften, match="key") if has_model else contextlib.nullcontext():
+            compiled(torch.ones(2), "bc")
+    compat._frames_with_model.clear()
+
+
 def test_a_loop_that_calls_backward_is_one_graph_also_after_a_reset() -> None:
     weight = torch.ones(3, requires_grad=True)
 
@@ -104,6 +140,12 @@ def test_source_name_is_the_users_expression() -> None:
     (gm,) = graphs(lambda model, x: model(x), model, torch.ones(3, 2))
     names = {compat.source_name(node) for node in gm.graph.nodes if node.op == "placeholder"}
     assert any("model" in name and "weight" in name for name in names)
+
+
+def test_users_expression_leaves_out_how_modules_keep_their_parts() -> None:
+    inner = "L['model'].__dict__['_modules']['base_model'].__dict__['_modules']['model'].layers"
+    assert compat.users_expression(inner) == "model.base_model.model.layers"
+    assert compat.users_expression("len(G['trainer'].metrics['loss'])") == "len(trainer.metrics['loss'])"
 
 
 def test_graph_break_names_the_line() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
 
-from longstraw import errors
+from longstraw import Rule, errors
 from longstraw.runtime import mixing
 from longstraw.runtime.state import Store
 from tests.models import zoo
@@ -428,6 +428,8 @@ def test_values_that_are_not_finite_are_passed_on(value: float) -> None:
         ({"state_tier": 3}, ("state_tier=3", "'device', 'host'")),
         ({"progress": 3}, ("progress=3", "True or False")),
         ({"check": "all"}, ("check='all'", "'numbers'")),
+        ({"memory_budget": 40.5}, ("memory_budget=40.5", "a positive integer, the number of bytes, or text")),
+        ({"rules": Rule(F.relu, lambda reader, node: ())}, ("rules is a Rule itself", "rules=(rule,)")),
         ({"rules": (3,)}, ("rules=(3,)", "longstraw.Rule")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -64,3 +64,18 @@ def test_explain_without_a_model() -> None:
 def test_explain_raises_the_refusal_itself() -> None:
     with pytest.raises(longstraw.LongstrawError, match="hidden values of every token"):
         longstraw.explain(lambda model, ids: model(ids), Tiny(), inputs()[1])
+
+
+def test_explain_says_that_it_ends_where_the_step_breaks(explanation: longstraw.Explanation) -> None:
+    def broken(*args: object) -> torch.Tensor:
+        loss = step(*args)
+        torch._dynamo.graph_break()
+        return loss + step(*args)
+
+    text = str(longstraw.explain(broken, Tiny(), *inputs()))
+    assert "not shown: what runs after Dynamo's graph break" in text and "test_explain.py" in text
+    assert "not shown" not in str(explanation)
+
+
+def test_the_law_counts_whole_bytes_per_token(explanation: longstraw.Explanation) -> None:
+    assert "/" not in str(explanation.law()).splitlines()[1]

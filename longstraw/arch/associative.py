@@ -192,6 +192,9 @@ class _Combining(Scan):
 
     num_values: int = 1
 
+    def _returned(self, inputs: list[Tensor]) -> Tensor | None:
+        return None  # its output is made from its values
+
     def layout(self, reader: Reader, node: fx.Node) -> Any:
         """Its layout rule."""
         beside: Any = node.args[0]

@@ -17,6 +17,7 @@ from torch import fx
 from longstraw import compat
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
 from longstraw.layout import Dim, Layout, Probe, Rows, Shuffled, Sizes, Tokens, has, window
+from longstraw.scans.opaque import users_names
 from longstraw.stages import SpanForm
 
 LayoutRule = Callable[["Reader", fx.Node], Any]
@@ -45,6 +46,8 @@ def op_name(node: fx.Node) -> str:
     target = packet(node.target)
     if node.op != "call_function":
         return node.op
+    if str(target) in users_names:
+        return users_names[str(target)]
     return str(target) if hasattr(node.target, "_schema") else str(getattr(target, "__name__", target))
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
-from longstraw.compat import expression
-from longstraw.errors import OptionsError
+from longstraw.compat import expression, without_modes
+from longstraw.errors import OptionsError, UnsupportedOp, user_line
 from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Tokens, has
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
 from longstraw.scans.opaque import NAMESPACE
@@ -61,12 +61,52 @@ class Scan:
     def target(self) -> Any:
         """The library op that stands for the function in graphs."""
         name = re.sub(r"\W", "", f"{self.function.__name__.strip('_')}_{next(_numbers)}")
-        return opaque.scan_op(name, self.step, output=self.output, state=self.state)
+        opaque.users_names[f"{NAMESPACE}.{name}"] = self.function.__name__
+        return opaque.scan_op(name, self.step, output=self.output, state=self.state, fake=self._fake)
 
     def layout(self, reader: Reader, node: fx.Node) -> Any:
         """Its layout rule."""
         self._check(reader, node)
-        return scanned(reader, node, step=self.step)
+        try:
+            return scanned(reader, node, step=self.step)
+        except UnsupportedOp as error:
+            raise UnsupportedOp(error.what, where=error.where, remedy=_MUST) from None
+
+    def _fake(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return fake values of the output and the state.
+
+        Where `output` or `state` is wrong the trace goes on with what the function returns: it is refused after it.
+        """
+        known = self._returned(inputs)
+        try:
+            state = torch.empty_like(self.state(*inputs))
+        except Exception:
+            state = inputs[0].new_empty(inputs[0].shape[:1])
+        try:
+            out = torch.empty_like(self.output(*inputs))
+        except Exception:
+            out = torch.empty_like(inputs[0])
+        if known is None:
+            return out, state
+        symbols = dict(zip((_FEW_ROWS, _FEW_TOKENS), inputs[0].shape[:2], strict=False))
+        shape = [symbols.get(size, size) if i < 2 else size for i, size in enumerate(known.shape)]
+        return inputs[0].new_empty(shape, dtype=known.dtype), state
+
+    def _returned(self, inputs: list[Tensor]) -> Tensor | None:
+        """Return what the function computes of small inputs if `output` says something else; None if it doesn't."""
+        shapes = [
+            [x if isinstance(x, int) else few for x, few in zip(value.shape, _few(value), strict=True)]
+            for value in inputs
+        ]
+        with without_modes():
+            small = [_random(shape, x.dtype, signed=False) for shape, x in zip(shapes, inputs, strict=True)]
+            whole = self._called(small)
+            try:
+                like = self.output(*small)
+            except Exception:
+                return whole
+        same = whole is None or (like.shape == whole.shape and like.dtype == whole.dtype)
+        return None if same else whole
 
     def _check(self, reader: Reader, node: fx.Node) -> None:
         """Refuse a rule that contradicts itself, tried on small random inputs."""
@@ -79,56 +119,65 @@ class Scan:
             try:
                 found = self._contradiction(inputs, shapes, reader)
             except Exception as error:
-                found = f"rule fails on small inputs ({type(error).__name__}: {error})"
+                found = f"step fails on small inputs ({type(error).__name__}: {error})"
             if found is not None:
                 self._refuse(reader, node, found)
 
     def _refuse(self, reader: Reader, node: fx.Node, contradiction: str) -> NoReturn:
-        reader.unsupported(node, f"its {contradiction}")
+        raise UnsupportedOp(
+            f"The longstraw.Scan of {self.function.__name__} contradicts itself: its {contradiction}.",
+            where=user_line(node.meta.get("stack_trace")),
+            remedy=_MUST,
+        )
 
     def _contradiction(self, inputs: list[Tensor], shapes: list[tuple[Probe, ...]], reader: Reader) -> str | None:
         """Return what is wrong with the rule, tried on inputs of these first two sizes; None if nothing is."""
         by_row = [shape[:1] == (reader.sizes.rows,) for shape in shapes]
         by_token = [shape[1:2] == (reader.sizes.tokens,) for shape in shapes]
-        with torch.no_grad():
-            start = self.state(*inputs)
-            out, last = self.step(*inputs, before := start.clone())
-            like = self.output(*inputs)
         rows = _FEW_ROWS if any(by_row) else 1
-        if start.dim() == 0 or start.shape[0] != rows:
-            return f"rule's state has no dim of rows in front: {tuple(start.shape)} for {rows} rows"
+        with torch.no_grad():
+            made: dict[str, Tensor] = {}
+            for name in ("state", "output"):
+                try:
+                    made[name] = getattr(self, name)(*inputs)
+                except Exception as error:
+                    return f"{name} fails on small inputs ({type(error).__name__}: {error})"
+                if not isinstance(made[name], Tensor):
+                    return f"{name} returns a {type(made[name]).__name__}, not a tensor"
+            start, like = made["state"], made["output"]
+            if start.dim() == 0 or start.shape[0] != rows:
+                return f"state has no dim of rows in front: {tuple(start.shape)} for {rows} rows"
+            out, last = self.step(*inputs, before := start.clone())
         if bool(start.any()) or self.state(*(x.requires_grad_(x.is_floating_point()) for x in inputs)).requires_grad:
-            return "rule's state before the first token isn't zero: add what is learned to the inputs"
+            return "state before the first token isn't zero: add what is learned to the inputs"
         if not torch.equal(before, start):
-            return "rule's step changes the state that it is given: let it return a new one"
+            return "step changes the state that it is given: let it return a new one"
         if last.shape != start.shape or last.dtype != start.dtype:
             return (
-                f"rule's step returns a state {tuple(last.shape)} of {last.dtype}, and its state is "
+                f"step returns a state {tuple(last.shape)} of {last.dtype}, and its state is "
                 f"{tuple(start.shape)} of {start.dtype}"
             )
         if out.shape != like.shape or out.dtype != like.dtype:
             return (
-                f"rule's step returns an output {tuple(out.shape)} of {out.dtype}, and its output is "
+                f"step returns an output {tuple(out.shape)} of {out.dtype}, and its output is "
                 f"{tuple(like.shape)} of {like.dtype}"
             )
         whole = self._called(inputs)
         if whole is not None and not (whole.shape == out.shape and _close(whole, out, out.dtype)):
-            return f"rule's step doesn't compute what {self.function.__name__} does, tried on small inputs"
+            return f"step doesn't compute what {self.function.__name__} does, tried on small inputs"
         if any(by_token):
             found = self._apart(inputs, by_token, start)
             if not (_close(found[0], out, out.dtype) and _close(found[1], last, out.dtype)):
-                return "rule's step, run on spans one after the other, doesn't compute what it does on all at once"
+                return "step, run on spans one after the other, doesn't compute what it does on all at once"
             if whole is not None and not self._same_gradients(inputs, by_token, start):
-                return (
-                    f"rule's step, run on spans one after the other, has other gradients than {self.function.__name__}"
-                )
+                return f"step, run on spans one after the other, has other gradients than {self.function.__name__}"
         if any(by_row):
             with torch.no_grad():
                 row, _ = self.step(
                     *(x[1:] if r else x for x, r in zip(inputs, by_row, strict=True)), start[-1:].clone()
                 )
             if not _close(row, out[1:], out.dtype):
-                return "rule's step mixes rows: a row run by itself gives something else"
+                return "step mixes rows: a row run by itself gives something else"
         return None
 
     def _apart(self, inputs: list[Tensor], by_token: list[bool], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +222,12 @@ class Scan:
             return None
 
 
+_MUST = (
+    "A Scan must satisfy: step(*inputs, state) returns (output [rows, tokens, ...], state after [rows, ...]) and "
+    "computes what the function does, also on one span after the other and on each row alone; state(*inputs) returns "
+    "zeros [rows, ...], of a size that doesn't depend on tokens; output(*inputs) returns a tensor like the output. "
+    "Inputs are tensors, [rows, tokens, ...] or weights."
+)
 _numbers = itertools.count()
 _FEW_ROWS, _FEW_TOKENS = 2, 19
 _SPANS = (slice(0, 9), slice(9, 10), slice(10, _FEW_TOKENS))
@@ -201,13 +256,22 @@ def _small(r: Reader, node: fx.Node, *, signed: bool) -> Tensor:
     value = node.meta["val"]
     few = {r.sizes.rows: _FEW_ROWS, r.sizes.tokens: _FEW_TOKENS}
     shape = [probe[0] if r.sizes.is_static(probe) else few.get(probe, 1) for probe in r.shape(node)]
+    return _random(shape, value.dtype, signed=signed)
+
+
+def _random(shape: list[int], dtype: torch.dtype, *, signed: bool) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    if value.is_floating_point():
+    if dtype.is_floating_point:
         draw = torch.randn if signed else torch.rand
-        return draw(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.dtype)
-    if signed and not value.is_complex():
-        return torch.randint(2, shape, generator=generator, device="cpu").to(value.dtype)
-    return torch.zeros(shape, dtype=value.dtype, device="cpu")
+        return draw(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    if signed and not dtype.is_complex:
+        return torch.randint(2, shape, generator=generator, device="cpu").to(dtype)
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _few(value: Tensor) -> list[int]:
+    """Return sizes for a small value in place of those of the trace that vary."""
+    return [_FEW_ROWS, _FEW_TOKENS, *(1 for _ in value.shape)][: value.dim()]
 
 
 def refused(reader: Reader, node: fx.Node) -> NoReturn:

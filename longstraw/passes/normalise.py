@@ -4,6 +4,7 @@ In: `Traced`. Out: `Normalised`, a functional graph in which
 - in-place ops became their functional forms, written back through slices;
 - grad-mode switches became `detach`, autocast switches became node metadata;
 - copies, casts and views that change nothing are gone, and so is dead code;
+- a Python float that changes from call to call is a tensor of one number where it meets tensors;
 - what is taken from a tensor of one number is a tensor of that number;
 - dropout with p = 0 is gone; an active one is refused;
 - cross entropy is log-softmax and gather, and so is indexing by counting indices;
@@ -29,6 +30,7 @@ from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.arch.spellings import same_sizes
 from longstraw.compat import expression
 from longstraw.errors import MixesRows, user_line
+from longstraw.passes.changing_numbers import changing_numbers_as_tensors
 from longstraw.passes.functional import make_functional
 from longstraw.passes.gradients import flow
 from longstraw.passes.losses import write_out_losses
@@ -51,6 +53,7 @@ def normalise(traced: Traced) -> Normalised:
     trained = frozenset(i.name for i in traced.inputs if i.requires_grad)
     make_functional(module.graph, trained=trained)
     resolve_modes(module.graph)
+    changing_numbers_as_tensors(module.graph)
     _drop_no_ops(module.graph)
     fill_by_size(module.graph)
     _take_tokens_by_slices(module.graph)

@@ -120,7 +120,11 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output", "get_attr", "root") and not _is_mode(node)
+    if node.op in ("placeholder", "output", "get_attr", "root") or _is_mode(node):
+        return False
+    # A Python float that changes from call to call, and arithmetic with it, comes before all pieces, like an input.
+    is_number = isinstance(node.meta.get("example_value"), torch.SymFloat)
+    return not is_number or any(map(_is_computed, node.all_input_nodes))
 
 
 def _assign(graph: fx.Graph) -> dict[fx.Node, set[int]]:

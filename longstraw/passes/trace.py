@@ -135,6 +135,8 @@ class _Inline(fx.Interpreter):
             _agree_on_sizes(args, kwargs)
         if target == "requires_grad_":
             return args[0]
+        if target == "item" and isinstance(args[0], torch.SymFloat):
+            return args[0]
         return _with_equal_pieces(target, super().call_method(target, args, kwargs))
 
 

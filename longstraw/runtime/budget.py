@@ -124,7 +124,7 @@ class Budget:
             found = [self.estimate(plans, shape, inputs) for plans in self._candidates(shape, has_host)]
             fitting = [estimate for estimate in found if estimate.peak <= budget]
             if not fitting:
-                raise _too_small(budget, min(found, key=lambda estimate: estimate.peak))
+                raise _too_small(budget, min(found, key=lambda estimate: estimate.peak), shape)
             self._chosen[key] = min(fitting, key=lambda estimate: (estimate.work, estimate.peak))
         return self._chosen[key]
 
@@ -225,11 +225,12 @@ def _work(plan: Plan, shape: Shape, *, trained: bool) -> float:
     return tokens + again + moved
 
 
-def _too_small(budget: int, least: Estimate) -> BudgetTooSmall:
-    plan, needed = least.lines()
+def _too_small(budget: int, least: Estimate, shape: Shape) -> BudgetTooSmall:
+    plan, parts = least.plans[0].describe(), least.lines()[1].split(": ", 1)[1]
     kept = "" if least.parts["earlier gradients"] else " Gradients that are kept from call to call come on top."
     return BudgetTooSmall(
-        f"No plan for this step fits a memory budget of {budget:,} bytes. "
-        f"The smallest takes {least.peak:,}. It has {plan}; its {needed}.",
+        f"No plan for this step (a prompt of {shape.prompt} tokens and {shape.rows} rows, each with up to "
+        f"{shape.response} tokens of its own) fits a memory budget of {budget:,} bytes. The smallest takes "
+        f"{least.peak:,}. It has {plan}; its peak of {least.peak / MIB:,.1f} MiB consists of, in MiB: {parts}.",
         remedy=f"Give memory_budget={least.peak} (bytes) or more.{kept}",
     )

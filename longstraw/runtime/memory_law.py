@@ -87,7 +87,8 @@ class MemoryLaw:
 
     Attributes:
         inputs: bytes of the step's parameters and other inputs.
-        computed: bytes of what is computed from them once, such as positions and parts of masks.
+        computed: bytes of what is computed from them once, such as positions and parts of masks: at most so many per
+            token of a row.
         branches: the laws of its branches, in the order in which they run.
         shape: of the rows that it was found with, if the prompt ends where results begin.
     """
@@ -140,7 +141,7 @@ def memory_law(program: Lowered, inputs: Sequence[Any]) -> MemoryLaw:
     numbers = Numbers(located.sizes, values)
     given = {compat.memory(x) for x in fakes if isinstance(x, Tensor)}
     computed = bytes_of([x for x in light if isinstance(x, Tensor) and compat.memory(x) not in given])
-    per_token = sympy.Rational(computed, numbers.rows * numbers.tokens)
+    per_token = -(-computed // (numbers.rows * numbers.tokens))  # measured for these sizes, and rounded up
     rehearsals = [
         Rehearsal(branch, values, numbers, learns=located.learns, options=located.options, mode=mode)
         for branch in program.step.branches

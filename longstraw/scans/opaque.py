@@ -19,7 +19,18 @@ NAMESPACE = "longstraw"
 Step = Callable[..., tuple[Tensor, Tensor]]
 
 
-def scan_op(name: str, step: Step, *, output: Callable[..., Tensor], state: Callable[..., Tensor]) -> Any:
+users_names: dict[str, str] = {}
+"""What users call the functions that ops of this namespace stand for, by the ops' names."""
+
+
+def scan_op(
+    name: str,
+    step: Step,
+    *,
+    output: Callable[..., Tensor],
+    state: Callable[..., Tensor],
+    fake: Callable[[list[Tensor]], tuple[Tensor, Tensor]] | None = None,
+) -> Any:
     """Register a scan as an op and return it.
 
     Args:
@@ -27,13 +38,16 @@ def scan_op(name: str, step: Step, *, output: Callable[..., Tensor], state: Call
         step: `(*inputs, state) -> (output, state after)`, differentiable.
         output: `(*inputs) -> a tensor like the output`.
         state: `(*inputs) -> the state before the first token`.
+        fake: `inputs -> fake values of (output, state)`, in place of what `output` and `state` say.
     """
 
     def run(inputs: list[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
         out, last = step(*inputs, state(*inputs) if start is None else start)
         return out.clone(), last.clone()
 
-    def fake(inputs: list[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
+    def traced(inputs: list[Tensor], start: Tensor | None) -> tuple[Tensor, Tensor]:
+        if fake is not None:
+            return fake(inputs)
         return torch.empty_like(output(*inputs)), torch.empty_like(state(*inputs))
 
     def setup(ctx: Any, inputs: tuple[list[Tensor], Tensor | None], output: tuple[Tensor, Tensor]) -> None:
@@ -55,7 +69,7 @@ def scan_op(name: str, step: Step, *, output: Callable[..., Tensor], state: Call
     op = library.custom_op(
         f"{NAMESPACE}::{name}", run, mutates_args=(), schema="(Tensor[] inputs, Tensor? start) -> (Tensor, Tensor)"
     )
-    op.register_fake(fake)
+    op.register_fake(traced)
     op.register_autograd(backward, setup_context=setup)
     return getattr(getattr(torch.ops, NAMESPACE), name)
 

@@ -444,12 +444,25 @@ BAD_RULES = {
 }
 
 
+BAD_RULES |= {
+    "its state fails on small inputs": longstraw.Scan(leaky, leaky_step, state=lambda x: x.new_zeros(1)),
+    "its output fails on small inputs": longstraw.Scan(
+        leaky, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]), output=lambda x: x
+    ),
+    "its state returns a int": longstraw.Scan(leaky, leaky_step, state=lambda x, rate: 0),
+}
+
+
 @pytest.mark.parametrize("message", BAD_RULES)
-def test_a_scan_that_contradicts_itself_is_refused(message: str) -> None:
+def test_a_scan_that_contradicts_itself_is_refused(message: str, capfd: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    with pytest.raises(LongstrawError, match=message):
-        rule = BAD_RULES[message]
+    rule = BAD_RULES[message]
+    with pytest.raises(LongstrawError, match=message) as error:
         assert_same(Mixed(lambda m, x: rule.function(x, m.learned)), *inputs(), rules=(rule,))
+    text = str(error.value)
+    assert f"Scan of {rule.function.__name__} " in text and "A Scan must satisfy" in text and "Rule(op" not in text
+    assert "test_recurrent.py" in text
+    assert "Traceback" not in capfd.readouterr().err
 
 
 class Holder:
