@@ -359,6 +359,26 @@ def test_labels_may_be_an_input_of_their_own() -> None:
             assert_same(Tiny(), rows(prompt, responses), responses, weights, function=loss)
 
 
+@pytest.mark.parametrize("group", [3, 1])
+@pytest.mark.parametrize(
+    "logp",
+    [
+        lambda x, y: -F.cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1), reduction="none").view(y.shape),
+        lambda x, y: -F.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none").reshape(y.shape),
+        lambda x, y: -F.cross_entropy(x.mT, y, reduction="none"),
+        lambda x, y: chosen(x.view(-1, 1, VOCABULARY), y).view(y.shape),
+        lambda x, y: chosen(x.squeeze(1), y.squeeze(1))[:, None],
+    ],
+    ids=["cross entropy", "nll", "transposed", "viewed", "squeezed"],
+)
+def test_responses_may_be_one_token_long(logp: Callable[..., Tensor], group: int) -> None:
+    def one_token(model, prompt, responses, weights):
+        return (logp(response_logits(model, prompt, responses), responses) * weights).sum()
+
+    torch._dynamo.reset()
+    assert_same(Tiny(), *inputs(response=1, group=group), function=one_token)
+
+
 @pytest.mark.parametrize("group", [3, 8])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_the_model_may_run_on_a_few_rows_at_a_time(group: int, at_once: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,9 +36,9 @@ def reshaped(r: Reader, node: fx.Node) -> Layout:
 
 def regroup(r: Reader, node: fx.Node, source: Layout, shape: tuple[Probe, ...]) -> Layout:
     """Deal the factors of `source`, in memory order, to dims of the given sizes."""
-    factors = [factor for dim in source for factor in dim]
+    factors = [factor for dim in source for factor in dim if factor != (1, 1)]
     dims: list[Dim] = []
-    for size in shape:
+    for i, size in enumerate(shape):
         dim: list[Any] = []
         left = size
         while left != (1, 1):
@@ -53,6 +55,13 @@ def regroup(r: Reader, node: fx.Node, source: Layout, shape: tuple[Probe, ...]) 
                 left = (1, 1)
             else:
                 r.unsupported(node, "the new sizes cut through the token or row dim")
+        # A window of one token stays where it was, or belongs to what stands before it: not to what comes after.
+        ones: Iterator[Any] = itertools.takewhile(lambda factor: r.sizes.of(factor) == (1, 1), tuple(factors))
+        if size == (1, 1):
+            ones = itertools.islice(ones, 1)
+        elif shape[i + 1 : i + 2] == ((1, 1),):
+            ones = iter(())
+        dim += [factors.pop(0) for _ in ones]
         dims.append(tuple(dim))
     if any(r.sizes.of(f) != (1, 1) for f in factors):
         r.unsupported(node, "the new sizes don't regroup its dims")
