@@ -359,6 +359,33 @@ def test_labels_may_be_an_input_of_their_own() -> None:
             assert_same(Tiny(), rows(prompt, responses), responses, weights, function=loss)
 
 
+def last_eight(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    return (chosen(model(ids)[:, -9:-1], ids[:, -8:]) * weights).sum()
+
+
+def last_eight_twice(model, prompt, responses, weights):
+    logits = model(rows(prompt, responses))
+    return ((chosen(logits[:, -9:-1], responses) - chosen(logits[:, -8:], responses)) * weights).sum()
+
+
+def last_eight_rows_of_the_head(model, prompt, responses, weights):
+    hidden = model.hidden(rows(prompt, responses))[:, -9:-1]
+    return (((hidden * model.head.weight[responses]).sum(-1) - model.head(hidden).logsumexp(-1)) * weights).sum()
+
+
+def cut_beyond_the_ends(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    return chosen(model(ids)[:, -100:-1][:, :100], ids[:, 1:])[:, -8:].mul(weights).sum()
+
+
+@pytest.mark.parametrize("function", [last_eight, last_eight_twice, last_eight_rows_of_the_head, cut_beyond_the_ends])
+def test_the_length_of_responses_may_be_a_constant(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    for prompt in (9, 12):
+        assert_same(Tiny(), *inputs(prompt=prompt, response=8), function=function)
+
+
 @pytest.mark.parametrize("group", [3, 1])
 @pytest.mark.parametrize(
     "logp",

@@ -125,7 +125,8 @@ class Reader:
         shape = self.shape(node)
         if not self.is_light(node):  # parameters and what depends only on them
             return tuple(() if size == (1, 1) else (size,) for size in shape)
-        located = self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
+        located = self._in_the_window_of(shape) if self.sizes.has_window(shape) else None
+        located = located or self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
         if located is None:
             self.unsupported(
                 user,
@@ -146,7 +147,8 @@ class Reader:
             for w in [window(layout)]
             if w is not None
         }
-        fits = [layout for w in found.values() if (layout := self.sizes.locate_shape(shape, among=w)) is not None]
+        located = [self.sizes.locate_shape(shape, among=w) for w in found.values()]
+        fits = [layout for layout in located if layout is not None and window(layout) is not None]
         return fits[0] if len(fits) == 1 else None
 
     def read(self, user: fx.Node, node: fx.Node, layout: Layout) -> None:
@@ -199,8 +201,11 @@ class Reader:
             return None
         for one, other in ((a, b), (b, a)):
             if not any(has(one, kind) for kind in (Rows, Tokens)):
-                # A dim known only by its size takes the meaning of the other one; a constant says nothing of rows.
-                return None if self.sizes.is_static(self.sizes.rows) and has(other, Rows) else other
+                # A dim known only by its size takes the meaning of the other one; a constant says nothing of rows, and
+                # where one was read whole, nothing of tokens.
+                constant = self.sizes.rows if has(other, Rows) else self.sizes.of_dim(other)
+                known = has(other, Rows) or has(other, Tokens)
+                return None if known and self.sizes.is_static(constant) else other
         plain_a = [f for f in a if not isinstance(f, tuple)]
         plain_b = [f for f in b if not isinstance(f, tuple)]
         same = len(plain_a) == len(plain_b) and all(

@@ -152,20 +152,18 @@ def sliced(r: Reader, node: fx.Node) -> Layout:
     assert isinstance(token, Tokens)
     if a["step"] != 1:
         r.mixes_tokens(node, f"it takes every {a['step']}th token")
-    size = token.stop - token.start
-    start, stop = (_bound(a[k], size, default) for k, default in (("start", 0), ("end", size)))
+    whole = a["self"].meta["val"].shape[d]
+    start, stop = _bound(a["start"], whole, 0), _bound(a["end"], whole, whole)
     return (*source[:d], (Tokens(token.start + start, token.start + stop),), *source[d + 1 :])
 
 
 def _bound(value: Any, size: Any, default: Any) -> Any:
-    """Return a slice's bound as a non-negative expression, its sign judged by the traced call."""
-    if value is None:
-        return expression(default) if isinstance(default, int) else default
-    raw = value.meta["val"] if isinstance(value, fx.Node) else value
-    if isinstance(raw, int) and raw >= 2**62:
-        return size
-    expr = expression(raw)
-    return expr + size if hint(raw) < 0 else expr
+    """Return a slice's bound as an expression between 0 and the dim's size, its place judged by the traced call."""
+    raw = default if value is None else value.meta["val"] if isinstance(value, fx.Node) else value
+    at = hint(raw) + hint(size) if hint(raw) < 0 else hint(raw)
+    if at < 0 or at > hint(size):
+        return expression(0 if at < 0 else size)
+    return expression(raw) + expression(size) if hint(raw) < 0 else expression(raw)
 
 
 def selected(r: Reader, node: fx.Node) -> Layout:

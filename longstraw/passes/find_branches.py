@@ -96,8 +96,21 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
     for node, rows, tokens in sorted(_entries(graph), key=lambda entry: _certainty(entry[0])):
         if not expression(tokens).free_symbols:
             raise StaticTokens(int(tokens), where=user_line(node.meta.get("stack_trace")))
-        return Sizes(rows, tokens)
+        return Sizes(rows, tokens, windows=_windows(graph, Sizes(rows, tokens)))
     raise AssertionError("a graph without a model was given to find_branches")
+
+
+def _windows(graph: fx.Graph, sizes: Sizes) -> set[int]:
+    """Return the plain numbers of tokens that rows are cut to, as those of responses of one length."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if packet(node.target) not in (aten.slice, aten.narrow):
+            continue
+        a = arguments(node)
+        before, after = (expression(x.meta["val"].shape[a["dim"]]) for x in (a["self"], node))
+        if sizes.counts_tokens(before) and after.is_Integer and after > 1:
+            found.add(int(after))
+    return found
 
 
 def _certainty(node: fx.Node) -> int:
@@ -109,8 +122,7 @@ def _certainty(node: fx.Node) -> int:
 
 def token_dims(value: torch.Tensor, sizes: Sizes) -> int:
     """Return how many of a value's dims have a size that depends on the number of tokens."""
-    symbols = sizes.tokens_expr.free_symbols - sizes.rows_expr.free_symbols
-    return sum(bool(expression(size).free_symbols & symbols) for size in value.shape)
+    return sum(sizes.counts_tokens(size) for size in value.shape)
 
 
 def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dict[fx.Node, str]:

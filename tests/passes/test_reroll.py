@@ -432,3 +432,20 @@ def test_reroll_of_an_op(name: str, pieces: str) -> None:
         grads = torch.autograd.grad(out.square().sum(), (x, y), allow_unused=True) if out.requires_grad else ()
         results.append((out, grads))
     torch.testing.assert_close(results[1], results[0])
+
+
+def by_chunks_of_six(logits: Tensor, responses: Tensor) -> Tensor:
+    return torch.cat([selected(x, y) for x, y in zip(logits.split(6, 1), responses.split(6, 1), strict=True)], 1)
+
+
+def by_ranges_of_six(logits: Tensor, responses: Tensor) -> Tensor:
+    starts = range(0, logits.shape[1], 6)
+    return torch.cat([selected(logits[:, i : i + 6], responses[:, i : i + 6]) for i in starts], 1)
+
+
+@pytest.mark.parametrize("logp", [by_chunks_of_six, by_ranges_of_six])
+def test_chunks_of_tokens_may_divide_the_responses_or_not(logp: Logp) -> None:
+    """Where they do, or leave one token over, Dynamo takes the length for a constant."""
+    torch._dynamo.reset()
+    for length in (14, 12, 13, 5):
+        assert_same(Tiny(), *inputs(response=length), function=step_with(logp))
