@@ -170,6 +170,21 @@ class Sizes:
             product = (product[0] * a, product[1] * b)
         return product
 
+    def size_of_dim(self, dim: Dim) -> sympy.Expr:
+        """Return a dim's size with its symbols; that of a plain number with none, one that is neither as 0."""
+        size = sympy.Integer(1)
+        for factor in unshuffled(dim):
+            match factor:
+                case Rows():
+                    size *= self.rows_expr
+                case Tokens(start, stop):
+                    size *= stop - start
+                case (a, b) if a == b:
+                    size *= a
+                case _:
+                    return sympy.Integer(0)
+        return sympy.expand(size)
+
     def is_static(self, size: Probe) -> bool:
         """Return whether a size is a plain number."""
         return size[0] == size[1]

@@ -62,6 +62,7 @@ def _other_at(r: Reader, user: fx.Node, node: fx.Node, like: Layout, d: int) -> 
     d %= len(like)
     dim = r.sizes.locate(r.shape(node)[d], first=d == 0)
     if dim is None:
+        r.refuse_unless_equal(user, node, d)
         r.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
     return (*like[:d], dim, *like[d + 1 :])
 

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from longstraw import compat
+from longstraw.arch.same_sizes import SizesApart, Symbols
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
-from longstraw.layout import Dim, Layout, Probe, Rows, Sizes, Tokens, has, window
+from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Sizes, Tokens, has, window
 from longstraw.stages import SpanForm
 
 LayoutRule = Callable[["Reader", fx.Node], Any]
@@ -96,6 +97,7 @@ class Reader:
         sizes: compares sizes.
         layouts: layouts found so far.
         is_light: whether a node is computed whole before the segment runs.
+        symbols: what is known of the step's shape symbols.
     """
 
     def __init__(
@@ -103,8 +105,9 @@ class Reader:
         sizes: Sizes,
         layouts: dict[fx.Node, Any],
         is_light: Callable[[fx.Node], bool],
+        symbols: Symbols | None = None,
     ) -> None:
-        self.sizes, self.layouts, self.is_light = sizes, layouts, is_light
+        self.sizes, self.layouts, self.is_light, self.symbols = sizes, layouts, is_light, symbols or Symbols()
         self.demands: dict[tuple[fx.Node, fx.Node], Layout] = {}
         self.local: set[fx.Node] = set()
         self.scans: dict[fx.Node, SpanForm] = {}
@@ -128,6 +131,8 @@ class Reader:
         located = self._in_the_window_of(shape) if self.sizes.has_window(shape) else None
         located = located or self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
         if located is None:
+            for i in range(len(shape)):
+                self.refuse_unless_equal(user, node, i)
             self.unsupported(
                 user,
                 f"its operand {node.name} has a size that is neither rows nor tokens of the step (all passes of one "
@@ -169,12 +174,47 @@ class Reader:
             else:
                 located = self.sizes.locate(size, first=i == 0) if dim == () else None
                 if located is None:
+                    self.refuse_unless_equal(user, node, i, dim)
                     self.unsupported(user, f"its operand {node.name} doesn't line up with the token dim")
                 dims.append(located)
         if not self.is_light(node) and node not in self.layouts and any(has(dim, Rows) for dim in dims):
             self._entry_for_each_row(user, node.name)
         self.read(user, node, tuple(dims))
         return tuple(dims)
+
+    def refuse_unless_equal(self, user: fx.Node, node: fx.Node, i: int, dim: Dim = ()) -> None:
+        """Ask for a guard, or refuse, where an operand's size is that of another input than the size it should have.
+
+        Args:
+            user: the op.
+            node: its operand.
+            i: which of its dims.
+            dim: what that dim should run over; any of rows and tokens, where it is not known.
+        """
+        size = compat.expression(node.meta["val"].shape[i])
+        seen = {w: None for layout in self.layouts.values() for w in [window(layout)] if w is not None}
+        tokens: list[Dim] = [(w,) for w in (self.sizes.full, *seen)]
+        rows: list[Dim] = [(ROWS,)]
+        both: list[Dim] = [(ROWS, *w) for w in tokens]
+        if not dim and (self.sizes.locate(self.shape(node)[i], first=i == 0) or not size.free_symbols):
+            return
+        asked = [self.sizes.size_of_dim(d) for d in ([dim] if dim else [*rows[i:], *tokens, *rows[:i], *both])]
+        others = [x for x in asked if not x.free_symbols or not size.free_symbols <= x.free_symbols]
+        if not others:
+            return
+        refusal = UnsupportedOp(
+            f"{op_name(user)} combines values that have sizes of their own: those of {self.symbols.owners(size)}, and "
+            f"those of {self.symbols.owners(others[0])}.",
+            where=user_line(user.meta.get("stack_trace")),
+            remedy="Make one from the other, or cut it to the other's size, as in labels[:, -logits.shape[1] :] (all "
+            "passes of one step have as many rows, of one length).",
+        )
+        for other in others:
+            equal = self.symbols.equalities(size, other)
+            if equal:
+                raise SizesApart(refusal, equal)
+        if dim:
+            raise refusal
 
     def merge(self, node: fx.Node, layouts: list[Layout]) -> Layout:
         """Return the layout of operands broadcast against one another; refuse shifted windows."""
