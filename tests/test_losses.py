@@ -457,6 +457,17 @@ def test_masks_may_come_from_inputs_of_their_own() -> None:
         assert_same(Tiny(), ids[:, :prompt], ids[:, prompt:], torch.ones(3, response).long(), function=masked)
 
 
+def test_prompts_repeated_by_a_quotient_of_sizes_are_refused() -> None:
+    def repeated(model, prompts, responses, weights):
+        ids = torch.cat([prompts.repeat_interleave(len(responses) // len(prompts), 0), responses], 1)
+        return (chosen(model(ids)[:, prompts.shape[1] - 1 : -1], responses) * weights).sum()
+
+    torch._dynamo.reset()
+    prompt, responses, weights = inputs(group=4)
+    with pytest.raises(errors.UnsupportedOp, match=r"quotient of two sizes(?s:.)*before the step"):
+        assert_same(Tiny(), prompt.repeat(2, 1), responses, weights, function=repeated)
+
+
 def test_two_inputs_of_other_sizes_are_refused_by_name() -> None:
     def shorter(model, ids, labels):
         return chosen(model(ids)[:, :-1], labels).sum()

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from longstraw.arch import moe
-from longstraw.arch.rules import Reader, arguments, tensors
+from longstraw.arch.rules import IN_TILES, Reader, arguments, tensors
 from longstraw.layout import Layout, Rows, Tokens, has
 
 
@@ -72,7 +72,7 @@ def slice_scattered(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     out = r.operand(node, a["self"])
     d = a["dim"] % len(out)
-    r.keep(node, out[d], "it writes a part of that dim")
+    r.keep(node, out[d], "it writes a part of that dim", remedy=IN_TILES)
     source = a["src"]
     if source not in r.layouts:
         r.align(node, source, _other_at(r, node, source, out, d))

@@ -81,12 +81,20 @@ def emit(graph: fx.Graph, like: fx.Node, op: Any, /, *args: Any, **kwargs: Any) 
     return node
 
 
-def no_rule_for(node: fx.Node, what: str) -> UnsupportedOp:
+IN_TILES = (
+    "The head runs in tiles of tokens anyway, so a loop over chunks of tokens saves nothing: leave it out, and apply "
+    "its body to all tokens at once."
+)
+"""The remedy where the step cuts tokens to compute its loss on a few at a time."""
+
+
+def no_rule_for(node: fx.Node, what: str, *, remedy: str = "") -> UnsupportedOp:
     """Return the refusal of an op that no rule covers, or not in this use."""
     return UnsupportedOp(
         f"{op_name(node)} can't be run on a span of tokens: {what}.",
         where=user_line(node.meta.get("stack_trace")),
-        remedy="Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
+        remedy=remedy
+        or "Built-in rules are in longstraw/arch/aten.py; add one with Options(rules=(Rule(op, layout),)).",
     )
 
 
@@ -273,19 +281,20 @@ class Reader:
             remedy="Pass what differs from row to row to the step as a tensor, which may need gradients.",
         )
 
-    def keep(self, node: fx.Node, dims: Dim, what: str) -> None:
+    def keep(self, node: fx.Node, dims: Dim, what: str, *, remedy: str = "") -> None:
         """Refuse an op that reduces over, sorts, or otherwise mixes along a dim of tokens or rows."""
         if has(dims, Tokens):
-            self.mixes_tokens(node, what)
+            self.mixes_tokens(node, what, remedy=remedy)
         if has(dims, Rows):
             self.mixes_rows(node, what)
 
-    def mixes_tokens(self, node: fx.Node, what: str) -> NoReturn:
+    def mixes_tokens(self, node: fx.Node, what: str, *, remedy: str = "") -> NoReturn:
         """Refuse: the op mixes tokens."""
         raise MixesTokens(
             f"{op_name(node)} mixes tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
-            remedy="The ops across tokens whose state is known are attention, causal convolutions, running sums and "
+            remedy=remedy
+            or "The ops across tokens whose state is known are attention, causal convolutions, running sums and "
             "listed recurrences; put one of your own in a function and name it with "
             "Options(rules=(longstraw.Scan(...),)). "
             "If the op does keep tokens apart, say so with a longstraw.Rule.",
@@ -300,6 +309,6 @@ class Reader:
             "Combine rows after the per-token results (log-probabilities), or keep this out of the compiled step.",
         )
 
-    def unsupported(self, node: fx.Node, what: str, *, cause: Exception | None = None) -> NoReturn:
+    def unsupported(self, node: fx.Node, what: str, *, cause: Exception | None = None, remedy: str = "") -> NoReturn:
         """Refuse: no rule covers this use of the op."""
-        raise no_rule_for(node, what) from cause
+        raise no_rule_for(node, what, remedy=remedy) from cause

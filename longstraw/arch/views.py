@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from longstraw.arch.rules import Reader, arguments, packet, tensors
+from longstraw.arch.rules import IN_TILES, Reader, arguments, packet, tensors
 from longstraw.compat import expression, hint
 from longstraw.layout import Dim, Layout, Probe, Rows, Tokens, has
 
@@ -147,7 +147,12 @@ def sliced(r: Reader, node: fx.Node) -> Layout:
             *source[d + 1 :],
         )
     if dim != (dim[0],) or not isinstance(dim[0], Tokens):
-        r.keep(node, dim, "it takes a part of the rows" if has(dim, Rows) else "it takes a part of the tokens")
+        r.keep(
+            node,
+            dim,
+            "it takes a part of the rows" if has(dim, Rows) else "it takes a part of the tokens",
+            remedy=IN_TILES,
+        )
     token = dim[0]
     assert isinstance(token, Tokens)
     if a["step"] != 1:
@@ -171,7 +176,7 @@ def selected(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
-    r.keep(node, source[d], "it takes one entry of that dim")
+    r.keep(node, source[d], "it takes one entry of that dim", remedy=IN_TILES)
     return source[:d] + source[d + 1 :]
 
 
@@ -180,7 +185,7 @@ def split(r: Reader, node: fx.Node) -> tuple[Layout, ...]:
     a = arguments(node)
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
-    r.keep(node, source[d], "it splits that dim")
+    r.keep(node, source[d], "it splits that dim", remedy=IN_TILES)
     if packet(node.target) is aten.unbind:
         return tuple(source[:d] + source[d + 1 :] for _ in node.meta["val"])
     pieces = [r.sizes.shape(value)[d] for value in node.meta["val"]]
@@ -210,7 +215,7 @@ def concatenated(r: Reader, node: fx.Node) -> Layout:
             layouts.append(r.align(node, part, at))
     if not new:
         for layout in layouts:
-            r.keep(node, layout[d], "it joins values along that dim")
+            r.keep(node, layout[d], "it joins values along that dim", remedy=IN_TILES)
         layouts = [(*layout[:d], (), *layout[d + 1 :]) for layout in layouts]
     out = r.merge(node, layouts)
     size = r.shape(node)[d]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from longstraw.errors import MixesRows, MixesTokens
+from longstraw.errors import LongstrawError, MixesRows, MixesTokens
 from longstraw.passes.reroll import reroll
 from longstraw.runtime.spans import Runner
 from tests.small import Tiny, assert_same, gradients, inputs, records
@@ -449,3 +449,24 @@ def test_chunks_of_tokens_may_divide_the_responses_or_not(logp: Logp) -> None:
     torch._dynamo.reset()
     for length in (14, 12, 13, 5):
         assert_same(Tiny(), *inputs(response=length), function=step_with(logp))
+
+
+def by_flat_chunks_of_tokens(logits: Tensor, responses: Tensor) -> Tensor:
+    pieces = zip(logits.split(4, 1), responses.split(4, 1), strict=True)
+    flat = [-F.cross_entropy(x.flatten(0, 1), y.reshape(-1), reduction="none").view(y.shape) for x, y in pieces]
+    return torch.cat(flat, 1)
+
+
+def by_flat_writes(logits: Tensor, responses: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    out = torch.zeros_like(flat[:, 0])
+    for i in range(0, flat.shape[0], 8):
+        out[i : i + 8] = flat[i : i + 8].logsumexp(-1)
+    return out.view_as(responses)
+
+
+@pytest.mark.parametrize("logp", [by_flat_chunks_of_tokens, by_flat_writes])
+def test_a_loop_over_tokens_that_is_refused_should_be_left_out(logp: Logp) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match=r"runs in tiles of tokens anyway.*leave it out"):
+        assert_same(Tiny(), *inputs(response=10), function=step_with(logp))
