@@ -132,6 +132,11 @@ class Sizes:
             return (size, size)
         expr = expression(size)
         if expr not in self._cache:
+            if any(type(x).__name__ == "FloorDiv" and x.args[1].free_symbols for x in expr.atoms(sympy.Function)):
+                raise UnsupportedOp(
+                    f"The size {expr} is a quotient of two sizes of the step, as G // B of responses and prompts.",
+                    remedy="Repeat the prompts before the step, one for each response, and pass those.",
+                )
             for symbol in sorted(expr.free_symbols, key=str):
                 if symbol not in self._points:
                     n = len(self._points)
@@ -142,13 +147,6 @@ class Sizes:
                 raise UnsupportedOp(
                     f"The size {expr} is not understood.", remedy="Sizes must not depend on data."
                 ) from error
-            if 0 in values and any(
-                type(x).__name__ == "FloorDiv" and x.args[1].free_symbols for x in expr.atoms(sympy.Function)
-            ):
-                raise UnsupportedOp(
-                    f"The size {expr} is a quotient of two sizes of the step, as G // B of responses and prompts.",
-                    remedy="Repeat the prompts before the step, one for each response, and pass those.",
-                )
             self._cache[expr] = (values[0], values[1])
         return self._cache[expr]
 
