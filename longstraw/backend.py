@@ -12,6 +12,7 @@ from torch import fx
 from longstraw import compat, invariants
 from longstraw.arch import associative, installed_rules
 from longstraw.arch.functions import opaque_functions
+from longstraw.arch.same_sizes import Equality, SizesApart
 from longstraw.errors import (
     SHORT_ROW,
     LongstrawError,
@@ -172,9 +173,11 @@ def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = No
     """Trace one Dynamo graph and run every pass over it; return None when it has no tokens to run over.
 
     Composite ops that the model applies and no rule knows are traced as what they are made of. If that is no use, the
-    refusal names the op that the user's line has.
+    refusal names the op that the user's line has. Where sizes of several inputs meet that are equal in this call, it is
+    traced again under guards that they are.
     """
     written_out: frozenset[Any] = frozenset()
+    guarded: set[Equality] = set()
     refused: dict[str, UnsupportedOp] = {}
     while True:
         try:
@@ -184,6 +187,12 @@ def build(gm: fx.GraphModule, *, options: Options, observe: Observer | None = No
                 raise
             written_out |= error.ops
             refused.setdefault(error.where, error.refusal)
+        except SizesApart as error:
+            if guarded.issuperset(error.equal):
+                raise error.refusal from None
+            for size, other in error.equal:
+                compat.keep_equal(compat.fake_inputs(gm), size, other)
+            guarded.update(error.equal)
         except Exception as error:
             instead = (
                 refused.get(error.where) if isinstance(error, LongstrawError) else next(iter(refused.values()), None)

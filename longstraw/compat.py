@@ -484,10 +484,21 @@ def hint(size: int | torch.SymInt) -> int:
     return int(size)
 
 
-def keep_equal(size: int | torch.SymInt, other: int | torch.SymInt) -> None:
-    """Guard on two sizes being equal, if they are in the traced call."""
-    if not depends_on_data(size) and not depends_on_data(other) and hint(size) == hint(other):
-        assert bool(size == other)
+def keep_equal(fakes: Sequence[Any], size: sympy.Expr, other: sympy.Expr) -> None:
+    """Guard on two sizes of the fake values being equal, which they are in the traced call."""
+    env = shape_env(fakes)
+    assert env is not None
+    equal = sympy.Eq(size, other)
+    env.evaluate_expr(equal)
+    if env.simplify(size - other) != 0:  # a guard that follows from others is not solved for a symbol
+        env._maybe_guard_rel(equal)
+
+
+def symbol_values(fakes: Sequence[Any]) -> dict[sympy.Expr, int]:
+    """Return what each shape symbol was in the traced call."""
+    env = shape_env(fakes)
+    known = getattr(env, "backed_var_to_val", None) or getattr(env, "var_to_val", None) or {}
+    return {symbol: int(value) for symbol, value in known.items()}
 
 
 def depends_on_data(size: int | torch.SymInt) -> bool:

@@ -115,9 +115,11 @@ class Sizes:
     Args:
         rows: number of rows of the step.
         tokens: number of tokens of a row.
+        windows: how many tokens parts of a row have, where that is a plain number.
     """
 
-    def __init__(self, rows: Any, tokens: Any) -> None:
+    def __init__(self, rows: Any, tokens: Any, *, windows: Iterable[int] = ()) -> None:
+        self._windows = frozenset(windows)
         self._points: dict[sympy.Symbol, Probe] = {}
         self._cache: dict[sympy.Expr, Probe] = {}
         self.rows_expr, self.tokens_expr = expression(rows), expression(tokens)
@@ -130,6 +132,11 @@ class Sizes:
             return (size, size)
         expr = expression(size)
         if expr not in self._cache:
+            if any(type(x).__name__ == "FloorDiv" and x.args[1].free_symbols for x in expr.atoms(sympy.Function)):
+                raise UnsupportedOp(
+                    f"The size {expr} is a quotient of two sizes of the step, as G // B of responses and prompts.",
+                    remedy="Repeat the prompts before the step, one for each response, and pass those.",
+                )
             for symbol in sorted(expr.free_symbols, key=str):
                 if symbol not in self._points:
                     n = len(self._points)
@@ -168,6 +175,21 @@ class Sizes:
             product = (product[0] * a, product[1] * b)
         return product
 
+    def size_of_dim(self, dim: Dim) -> sympy.Expr:
+        """Return a dim's size with its symbols; that of a plain number with none, one that is neither as 0."""
+        size = sympy.Integer(1)
+        for factor in unshuffled(dim):
+            match factor:
+                case Rows():
+                    size *= self.rows_expr
+                case Tokens(start, stop):
+                    size *= stop - start
+                case (a, b) if a == b:
+                    size *= a
+                case _:
+                    return sympy.Integer(0)
+        return sympy.expand(size)
+
     def is_static(self, size: Probe) -> bool:
         """Return whether a size is a plain number."""
         return size[0] == size[1]
@@ -178,10 +200,22 @@ class Sizes:
         sizes = [expression(size) for size in value.shape]
         if self.is_static(self.rows) and sizes[:1] == [self.rows[0]] and any(size.free_symbols for size in sizes):
             del sizes[0]
+        if not any(self.counts_tokens(size) for size in sizes):
+            window = next((i for i, size in enumerate(sizes) if size in self._windows), None)
+            sizes = [size for i, size in enumerate(sizes) if i != window]
         for expr in sizes:
             if not expr.free_symbols:
                 count *= int(expr)
         return count
+
+    def counts_tokens(self, size: Any) -> bool:
+        """Return whether a size depends on the number of tokens of a row."""
+        symbols = self.tokens_expr.free_symbols - self.rows_expr.free_symbols
+        return bool(expression(size).free_symbols & symbols)
+
+    def has_window(self, shape: tuple[Probe, ...]) -> bool:
+        """Return whether a dim after the first is as long as a part of a row that has a plain number of tokens."""
+        return any(self.is_static(size) and size[0] in self._windows for size in shape[1:])
 
     def locate(self, size: Probe, *, first: bool = False, among: Tokens | None = None) -> Dim | None:
         """Return what a dim of this size runs over, judged by size alone; None when the size says nothing.
@@ -199,9 +233,11 @@ class Sizes:
         rows: Dim = () if self.rows == (1, 1) or (self.is_static(self.rows) and not first) else (ROWS,)
         if rows and size == self.rows:
             return rows
+        tokens = among or self.full
+        if self.is_static(size) and size == self.of(tokens):
+            return (tokens,)
         if self.is_static(size):
             return (size,)
-        tokens = among or self.full
         dims: list[Dim] = [(tokens,), (*rows, tokens)]
         for dim in reversed(dims) if self.is_static(self.rows) else dims:
             base = self.of_dim(dim)

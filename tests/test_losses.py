@@ -359,6 +359,125 @@ def test_labels_may_be_an_input_of_their_own() -> None:
             assert_same(Tiny(), rows(prompt, responses), responses, weights, function=loss)
 
 
+def last_eight(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    return (chosen(model(ids)[:, -9:-1], ids[:, -8:]) * weights).sum()
+
+
+def last_eight_twice(model, prompt, responses, weights):
+    logits = model(rows(prompt, responses))
+    return ((chosen(logits[:, -9:-1], responses) - chosen(logits[:, -8:], responses)) * weights).sum()
+
+
+def last_eight_rows_of_the_head(model, prompt, responses, weights):
+    hidden = model.hidden(rows(prompt, responses))[:, -9:-1]
+    return (((hidden * model.head.weight[responses]).sum(-1) - model.head(hidden).logsumexp(-1)) * weights).sum()
+
+
+def cut_beyond_the_ends(model, prompt, responses, weights):
+    ids = rows(prompt, responses)
+    return chosen(model(ids)[:, -100:-1][:, :100], ids[:, 1:])[:, -8:].mul(weights).sum()
+
+
+@pytest.mark.parametrize("function", [last_eight, last_eight_twice, last_eight_rows_of_the_head, cut_beyond_the_ends])
+def test_the_length_of_responses_may_be_a_constant(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    for prompt in (9, 12):
+        assert_same(Tiny(), *inputs(prompt=prompt, response=8), function=function)
+
+
+@pytest.mark.parametrize("group", [3, 1])
+@pytest.mark.parametrize(
+    "logp",
+    [
+        lambda x, y: -F.cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1), reduction="none").view(y.shape),
+        lambda x, y: -F.nll_loss(x.log_softmax(-1).flatten(0, 1), y.flatten(), reduction="none").reshape(y.shape),
+        lambda x, y: -F.cross_entropy(x.mT, y, reduction="none"),
+        lambda x, y: chosen(x.view(-1, 1, VOCABULARY), y).view(y.shape),
+        lambda x, y: chosen(x.squeeze(1), y.squeeze(1))[:, None],
+    ],
+    ids=["cross entropy", "nll", "transposed", "viewed", "squeezed"],
+)
+def test_responses_may_be_one_token_long(logp: Callable[..., Tensor], group: int) -> None:
+    def one_token(model, prompt, responses, weights):
+        return (logp(response_logits(model, prompt, responses), responses) * weights).sum()
+
+    torch._dynamo.reset()
+    assert_same(Tiny(), *inputs(response=1, group=group), function=one_token)
+
+
+def flat_labels(model, ids, labels, weights):
+    logits = model(ids)[:, :-1].flatten(0, 1)
+    losses = F.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="none").view(len(labels), -1)
+    return (losses * weights).sum()
+
+
+def labels_of_the_whole_row(model, ids, labels, weights):
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    return F.cross_entropy(model(ids).flatten(0, 1), shifted.view(-1)) * weights.sum()
+
+
+def labels_by_gather(model, ids, labels, weights):
+    logp = model(ids)[:, :-1].flatten(0, 1).log_softmax(-1).gather(1, labels[:, 1:].reshape(-1, 1))
+    return (logp.squeeze(1) * weights.flatten()).sum()
+
+
+def labels_for_rows_of_the_head(model, ids, labels, weights):
+    hidden = model.hidden(ids)[:, :-1]
+    return (((hidden * model.head.weight[labels[:, 1:]]).sum(-1) - model.head(hidden).logsumexp(-1)) * weights).sum()
+
+
+def labels_of_joined_rows(model, ids, labels, weights):
+    return flat_labels(model, torch.cat([ids[:, :9], ids[:, 9:] + 0], 1), labels, weights)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [flat_labels, labels_of_the_whole_row, labels_by_gather, labels_for_rows_of_the_head, labels_of_joined_rows],
+)
+def test_flattened_labels_may_be_an_input_of_their_own(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    for prompt, response, group in ((9, 4, 3), (9, 6, 3), (8, 4, 11)):
+        ids = rows(*inputs(prompt, response, group)[:2])
+        labels = ids.clone()
+        labels[:, :6] = -100 if function in (flat_labels, labels_of_the_whole_row) else 0
+        weights = torch.rand(group, ids.shape[1] - 1, dtype=torch.float64)
+        assert_same(Tiny(), ids, labels, weights, function=function)
+
+
+def test_masks_may_come_from_inputs_of_their_own() -> None:
+    def masked(model, prompt, responses, mask):
+        ids = torch.cat([prompt, responses], 1)
+        scored = torch.cat([torch.zeros_like(prompt), mask], 1).bool()
+        return flat_labels(model, ids, torch.where(scored, ids, -100), torch.ones(1, dtype=torch.float64))
+
+    torch._dynamo.reset()
+    for prompt, response in ((9, 4), (9, 9), (13, 3)):
+        ids = rows(*inputs(prompt, response)[:2])
+        assert_same(Tiny(), ids[:, :prompt], ids[:, prompt:], torch.ones(3, response).long(), function=masked)
+
+
+def test_prompts_repeated_by_a_quotient_of_sizes_are_refused() -> None:
+    def repeated(model, prompts, responses, weights):
+        ids = torch.cat([prompts.repeat_interleave(len(responses) // len(prompts), 0), responses], 1)
+        return (chosen(model(ids)[:, prompts.shape[1] - 1 : -1], responses) * weights).sum()
+
+    torch._dynamo.reset()
+    prompt, responses, weights = inputs(group=4)
+    with pytest.raises(errors.UnsupportedOp, match=r"quotient of two sizes(?s:.)*before the step"):
+        assert_same(Tiny(), prompt.repeat(2, 1), responses, weights, function=repeated)
+
+
+def test_two_inputs_of_other_sizes_are_refused_by_name() -> None:
+    def shorter(model, ids, labels):
+        return chosen(model(ids)[:, :-1], labels).sum()
+
+    torch._dynamo.reset()
+    ids = rows(*inputs()[:2])
+    with pytest.raises(errors.UnsupportedOp, match=r"sizes of their own.*labels.*ids"):
+        assert_same(Tiny(), ids, ids[:, 5:].clone(), function=shorter)
+
+
 @pytest.mark.parametrize("group", [3, 8])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_the_model_may_run_on_a_few_rows_at_a_time(group: int, at_once: int) -> None:

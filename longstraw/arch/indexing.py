@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from longstraw.arch import moe
-from longstraw.arch.rules import Reader, arguments, packet, tensors
+from longstraw.arch.rules import IN_TILES, Reader, arguments, packet, tensors
 from longstraw.layout import Layout, Rows, Tokens, has
 
 aten = torch.ops.aten
@@ -83,6 +83,7 @@ def _other_at(r: Reader, user: fx.Node, node: fx.Node, like: Layout, d: int) -> 
     d %= len(like)
     dim = r.sizes.locate(r.shape(node)[d], first=d == 0)
     if dim is None:
+        r.refuse_unless_equal(user, node, d)
         r.unsupported(user, f"its operand {node.name} has a size that is neither rows nor tokens of the step")
     return (*like[:d], dim, *like[d + 1 :])
 
@@ -92,7 +93,7 @@ def slice_scattered(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     out = r.operand(node, a["self"])
     d = a["dim"] % len(out)
-    r.keep(node, out[d], "it writes a part of that dim")
+    r.keep(node, out[d], "it writes a part of that dim", remedy=IN_TILES)
     source = a["src"]
     whole = len(r.shape(source)) == len(out)
     read = r.layouts.get(source)

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from longstraw import compat
+from longstraw.arch.same_sizes import SizesApart, Symbols
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
-from longstraw.layout import Dim, Layout, Probe, Rows, Shuffled, Sizes, Tokens, has, window
+from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Shuffled, Sizes, Tokens, has, window
 from longstraw.scans.opaque import users_names
 from longstraw.stages import SpanForm
 
@@ -83,7 +84,14 @@ def emit(graph: fx.Graph, like: fx.Node, op: Any, /, *args: Any, **kwargs: Any) 
     return node
 
 
-def no_rule_for(node: fx.Node, what: str, remedy: str | None = None) -> UnsupportedOp:
+IN_TILES = (
+    "The head runs in tiles of tokens anyway, so a loop over chunks of tokens saves nothing: leave it out, and apply "
+    "its body to all tokens at once."
+)
+"""The remedy where the step cuts tokens to compute its loss on a few at a time."""
+
+
+def no_rule_for(node: fx.Node, what: str, *, remedy: str = "") -> UnsupportedOp:
     """Return the refusal of an op that no rule covers, or not in this use."""
     return UnsupportedOp(
         f"{op_name(node)} can't be run on a span of tokens: {what}.",
@@ -100,6 +108,7 @@ class Reader:
         sizes: compares sizes.
         layouts: layouts found so far.
         is_light: whether a node is computed whole before the segment runs.
+        symbols: what is known of the step's shape symbols.
 
     Attributes:
         marks: values that say where a span's entries stand, or count them (see `arch/places.py`).
@@ -111,8 +120,9 @@ class Reader:
         sizes: Sizes,
         layouts: dict[fx.Node, Any],
         is_light: Callable[[fx.Node], bool],
+        symbols: Symbols | None = None,
     ) -> None:
-        self.sizes, self.layouts, self.is_light = sizes, layouts, is_light
+        self.sizes, self.layouts, self.is_light, self.symbols = sizes, layouts, is_light, symbols or Symbols()
         self.demands: dict[tuple[fx.Node, fx.Node], Layout] = {}
         self.local: set[fx.Node] = set()
         self.scans: dict[fx.Node, SpanForm] = {}
@@ -135,8 +145,11 @@ class Reader:
         shape = self.shape(node)
         if not self.is_light(node):  # parameters and what depends only on them
             return tuple(() if size == (1, 1) else (size,) for size in shape)
-        located = self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
+        located = self._in_the_window_of(shape) if self.sizes.has_window(shape) else None
+        located = located or self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
         if located is None:
+            for i in range(len(shape)):
+                self.refuse_unless_equal(user, node, i)
             self.unsupported(
                 user,
                 f"its operand {node.name} has a size that is neither rows nor tokens of the step (all passes of one "
@@ -156,7 +169,8 @@ class Reader:
             for w in [window(layout)]
             if w is not None
         }
-        fits = [layout for w in found.values() if (layout := self.sizes.locate_shape(shape, among=w)) is not None]
+        located = [self.sizes.locate_shape(shape, among=w) for w in found.values()]
+        fits = [layout for layout in located if layout is not None and window(layout) is not None]
         return fits[0] if len(fits) == 1 else None
 
     def read(self, user: fx.Node, node: fx.Node, layout: Layout) -> None:
@@ -179,12 +193,47 @@ class Reader:
             else:
                 located = self.sizes.locate(size, first=i == 0) if dim == () else None
                 if located is None:
+                    self.refuse_unless_equal(user, node, i, dim)
                     self.unsupported(user, f"its operand {node.name} doesn't line up with the token dim")
                 dims.append(located)
         if not self.is_light(node) and node not in self.layouts and any(has(dim, Rows) for dim in dims):
             self._entry_for_each_row(user, node.name)
         self.read(user, node, tuple(dims))
         return tuple(dims)
+
+    def refuse_unless_equal(self, user: fx.Node, node: fx.Node, i: int, dim: Dim = ()) -> None:
+        """Ask for a guard, or refuse, where an operand's size is that of another input than the size it should have.
+
+        Args:
+            user: the op.
+            node: its operand.
+            i: which of its dims.
+            dim: what that dim should run over; any of rows and tokens, where it is not known.
+        """
+        size = compat.expression(node.meta["val"].shape[i])
+        seen = {w: None for layout in self.layouts.values() for w in [window(layout)] if w is not None}
+        tokens: list[Dim] = [(w,) for w in (self.sizes.full, *seen)]
+        rows: list[Dim] = [(ROWS,)]
+        both: list[Dim] = [(ROWS, *w) for w in tokens]
+        if not dim and (self.sizes.locate(self.shape(node)[i], first=i == 0) or not size.free_symbols):
+            return
+        asked = [self.sizes.size_of_dim(d) for d in ([dim] if dim else [*rows[i:], *tokens, *rows[:i], *both])]
+        others = [x for x in asked if not x.free_symbols or not size.free_symbols <= x.free_symbols]
+        if not others:
+            return
+        refusal = UnsupportedOp(
+            f"{op_name(user)} combines values that have sizes of their own: those of {self.symbols.owners(size)}, and "
+            f"those of {self.symbols.owners(others[0])}.",
+            where=user_line(user.meta.get("stack_trace")),
+            remedy="Make one from the other, or cut it to the other's size, as in labels[:, -logits.shape[1] :] (all "
+            "passes of one step have as many rows, of one length).",
+        )
+        for other in others:
+            equal = self.symbols.equalities(size, other)
+            if equal:
+                raise SizesApart(refusal, equal)
+        if dim:
+            raise refusal
 
     def merge(self, node: fx.Node, layouts: list[Layout]) -> Layout:
         """Return the layout of operands broadcast against one another; refuse shifted windows."""
@@ -213,8 +262,11 @@ class Reader:
             if not any(has(one, kind) for kind in (Rows, Tokens)):
                 if has(other, Shuffled):
                     return None
-                # A dim known only by its size takes the meaning of the other one; a constant says nothing of rows.
-                return None if self.sizes.is_static(self.sizes.rows) and has(other, Rows) else other
+                # A dim known only by its size takes the meaning of the other one; a constant says nothing of rows, and
+                # where one was read whole, nothing of tokens.
+                constant = self.sizes.rows if has(other, Rows) else self.sizes.of_dim(other)
+                known = has(other, Rows) or has(other, Tokens)
+                return None if known and self.sizes.is_static(constant) else other
         plain_a = [f for f in a if not isinstance(f, tuple)]
         plain_b = [f for f in b if not isinstance(f, tuple)]
         same = len(plain_a) == len(plain_b) and all(
@@ -251,14 +303,14 @@ class Reader:
             remedy="Pass what differs from row to row to the step as a tensor, which may need gradients.",
         )
 
-    def keep(self, node: fx.Node, dims: Dim, what: str) -> None:
+    def keep(self, node: fx.Node, dims: Dim, what: str, *, remedy: str = "") -> None:
         """Refuse an op that reduces over, sorts, or otherwise mixes along a dim of tokens or rows."""
         if has(dims, Tokens):
-            self.mixes_tokens(node, what)
+            self.mixes_tokens(node, what, remedy=remedy)
         if has(dims, Rows):
             self.mixes_rows(node, what)
 
-    def mixes_tokens(self, node: fx.Node, what: str, *, remedy: str | None = None) -> NoReturn:
+    def mixes_tokens(self, node: fx.Node, what: str, *, remedy: str = "") -> NoReturn:
         """Refuse: the op mixes tokens."""
         raise MixesTokens(
             f"{op_name(node)} mixes tokens: {what}.",
@@ -279,8 +331,6 @@ class Reader:
             "Combine rows after the per-token results (log-probabilities), or keep this out of the compiled step.",
         )
 
-    def unsupported(
-        self, node: fx.Node, what: str, *, cause: Exception | None = None, remedy: str | None = None
-    ) -> NoReturn:
+    def unsupported(self, node: fx.Node, what: str, *, cause: Exception | None = None, remedy: str = "") -> NoReturn:
         """Refuse: no rule covers this use of the op."""
-        raise no_rule_for(node, what, remedy) from cause
+        raise no_rule_for(node, what, remedy=remedy) from cause

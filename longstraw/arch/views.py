@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from longstraw.arch.rules import Reader, arguments, packet, tensors
+from longstraw.arch.rules import IN_TILES, Reader, arguments, packet, tensors
 from longstraw.compat import expression, hint
 from longstraw.layout import Dim, Layout, Probe, Rows, Tokens, has
 
@@ -34,9 +36,9 @@ def reshaped(r: Reader, node: fx.Node) -> Layout:
 
 def regroup(r: Reader, node: fx.Node, source: Layout, shape: tuple[Probe, ...]) -> Layout:
     """Deal the factors of `source`, in memory order, to dims of the given sizes."""
-    factors = [factor for dim in source for factor in dim]
+    factors = [factor for dim in source for factor in dim if factor != (1, 1)]
     dims: list[Dim] = []
-    for size in shape:
+    for i, size in enumerate(shape):
         dim: list[Any] = []
         left = size
         while left != (1, 1):
@@ -53,6 +55,13 @@ def regroup(r: Reader, node: fx.Node, source: Layout, shape: tuple[Probe, ...]) 
                 left = (1, 1)
             else:
                 r.unsupported(node, "the new sizes cut through the token or row dim")
+        # A window of one token stays where it was, or belongs to what stands before it: not to what comes after.
+        ones: Iterator[Any] = itertools.takewhile(lambda factor: r.sizes.of(factor) == (1, 1), tuple(factors))
+        if size == (1, 1):
+            ones = itertools.islice(ones, 1)
+        elif shape[i + 1 : i + 2] == ((1, 1),):
+            ones = iter(())
+        dim += [factors.pop(0) for _ in ones]
         dims.append(tuple(dim))
     if any(r.sizes.of(f) != (1, 1) for f in factors):
         r.unsupported(node, "the new sizes don't regroup its dims")
@@ -138,25 +147,28 @@ def sliced(r: Reader, node: fx.Node) -> Layout:
             *source[d + 1 :],
         )
     if dim != (dim[0],) or not isinstance(dim[0], Tokens):
-        r.keep(node, dim, "it takes a part of the rows" if has(dim, Rows) else "it takes a part of the tokens")
+        r.keep(
+            node,
+            dim,
+            "it takes a part of the rows" if has(dim, Rows) else "it takes a part of the tokens",
+            remedy=IN_TILES,
+        )
     token = dim[0]
     assert isinstance(token, Tokens)
     if a["step"] != 1:
         r.mixes_tokens(node, f"it takes every {a['step']}th token")
-    size = token.stop - token.start
-    start, stop = (_bound(a[k], size, default) for k, default in (("start", 0), ("end", size)))
+    whole = a["self"].meta["val"].shape[d]
+    start, stop = _bound(a["start"], whole, 0), _bound(a["end"], whole, whole)
     return (*source[:d], (Tokens(token.start + start, token.start + stop),), *source[d + 1 :])
 
 
 def _bound(value: Any, size: Any, default: Any) -> Any:
-    """Return a slice's bound as a non-negative expression, its sign judged by the traced call."""
-    if value is None:
-        return expression(default) if isinstance(default, int) else default
-    raw = value.meta["val"] if isinstance(value, fx.Node) else value
-    if isinstance(raw, int) and raw >= 2**62:
-        return size
-    expr = expression(raw)
-    return expr + size if hint(raw) < 0 else expr
+    """Return a slice's bound as an expression between 0 and the dim's size, its place judged by the traced call."""
+    raw = default if value is None else value.meta["val"] if isinstance(value, fx.Node) else value
+    at = hint(raw) + hint(size) if hint(raw) < 0 else hint(raw)
+    if at < 0 or at > hint(size):
+        return expression(0 if at < 0 else size)
+    return expression(raw) + expression(size) if hint(raw) < 0 else expression(raw)
 
 
 def selected(r: Reader, node: fx.Node) -> Layout:
@@ -164,7 +176,7 @@ def selected(r: Reader, node: fx.Node) -> Layout:
     a = arguments(node)
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
-    r.keep(node, source[d], "it takes one entry of that dim")
+    r.keep(node, source[d], "it takes one entry of that dim", remedy=IN_TILES)
     return source[:d] + source[d + 1 :]
 
 
@@ -173,7 +185,7 @@ def split(r: Reader, node: fx.Node) -> tuple[Layout, ...]:
     a = arguments(node)
     source = r.operand(node, a["self"])
     d = a["dim"] % len(source)
-    r.keep(node, source[d], "it splits that dim")
+    r.keep(node, source[d], "it splits that dim", remedy=IN_TILES)
     if packet(node.target) is aten.unbind:
         return tuple(source[:d] + source[d + 1 :] for _ in node.meta["val"])
     pieces = [r.sizes.shape(value)[d] for value in node.meta["val"]]
@@ -203,7 +215,7 @@ def concatenated(r: Reader, node: fx.Node) -> Layout:
             layouts.append(r.align(node, part, at))
     if not new:
         for layout in layouts:
-            r.keep(node, layout[d], "it joins values along that dim")
+            r.keep(node, layout[d], "it joins values along that dim", remedy=IN_TILES)
         layouts = [(*layout[:d], (), *layout[d + 1 :]) for layout in layouts]
     out = r.merge(node, layouts)
     size = r.shape(node)[d]

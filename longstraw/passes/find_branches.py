@@ -96,7 +96,7 @@ def _find_sizes(graph: fx.Graph) -> Sizes:
     for node, rows, tokens in sorted(_entries(graph), key=lambda entry: _certainty(entry[0])):
         if not expression(tokens).free_symbols:
             raise _static(graph, node, int(tokens))
-        return Sizes(rows, tokens)
+        return Sizes(rows, tokens, windows=_windows(graph, Sizes(rows, tokens)))
     raise AssertionError("a graph without a model was given to find_branches")
 
 
@@ -115,6 +115,19 @@ def _static(graph: fx.Graph, entry: fx.Node, tokens: int) -> StaticTokens:
     return StaticTokens(tokens, where=user_line(entry.meta.get("stack_trace")))
 
 
+def _windows(graph: fx.Graph, sizes: Sizes) -> set[int]:
+    """Return the plain numbers of tokens that rows are cut to, as those of responses of one length."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if packet(node.target) not in (aten.slice, aten.narrow):
+            continue
+        a = arguments(node)
+        before, after = (expression(x.meta["val"].shape[a["dim"]]) for x in (a["self"], node))
+        if sizes.counts_tokens(before) and after.is_Integer and after > 1:
+            found.add(int(after))
+    return found
+
+
 def _certainty(node: fx.Node) -> int:
     """Return how far down the list of what tells rows and tokens an op is: a combine function may scan any dim."""
     if packet(node.target) is aten.embedding:
@@ -124,8 +137,7 @@ def _certainty(node: fx.Node) -> int:
 
 def token_dims(value: torch.Tensor, sizes: Sizes) -> int:
     """Return how many of a value's dims have a size that depends on the number of tokens."""
-    symbols = sizes.tokens_expr.free_symbols - sizes.rows_expr.free_symbols
-    return sum(bool(expression(size).free_symbols & symbols) for size in value.shape)
+    return sum(sizes.counts_tokens(size) for size in value.shape)
 
 
 def _find_kinds(graph: fx.Graph, inputs: tuple[Input, ...], sizes: Sizes) -> dict[fx.Node, str]:

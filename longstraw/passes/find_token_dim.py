@@ -19,6 +19,7 @@ from longstraw import arch, compat, ops
 from longstraw.arch import aten as aten_rules
 from longstraw.arch import places, selection, views
 from longstraw.arch.rules import LayoutRule, Reader, no_rule_for, op_name, packet
+from longstraw.arch.same_sizes import Symbols
 from longstraw.errors import DropoutActive, LongstrawError, UnsupportedOp, user_line
 from longstraw.passes.find_branches import is_single_token
 from longstraw.stages import Branched, Located
@@ -32,7 +33,10 @@ def find_token_dim(step: Branched) -> Located:
     kinds = step.kinds
     layouts: dict[fx.Node, Any] = {}
     vouched = {rule.target for rule in step.options.rules}
-    reader = Reader(step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "given", "size"))
+    symbols = Symbols.of(step.module.graph, {x.name: x.source for x in step.inputs})
+    reader = Reader(
+        step.sizes, layouts, is_light=lambda node: kinds.get(node) in ("light", "given", "size"), symbols=symbols
+    )
     _ask_to_write_out(step, table)
     for node in step.module.graph.nodes:
         kind = kinds.get(node)

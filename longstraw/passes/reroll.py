@@ -128,8 +128,7 @@ class _Loops:
             return Whole(source, None, sizes) if dim == 0 else None
         if dim == 0 and set(sizes) == {1}:
             return Whole(emit(self.graph, nodes[0], aten.unsqueeze.default, source, 1), None, sizes)
-        runs = dim == 0 or bool(shape_of(source)[dim].free_symbols)
-        return Whole(source, dim, sizes) if runs else None
+        return Whole(source, dim, sizes)
 
     def _applied(self, nodes: Nodes, operands: tuple[Nodes, ...]) -> Whole | fx.Node | None:
         known: dict[fx.Node, Any] = {x[0]: self.found[x] for x in operands}

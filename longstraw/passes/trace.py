@@ -107,8 +107,6 @@ class _Inline(fx.Interpreter):
         return before
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is torch.gather:
-            _agree_on_sizes(args, kwargs)
         if target is compat.enter_inference_mode:
             return self._enter_inference_mode(*args)
         if target is compat.exit_inference_mode:
@@ -128,36 +126,14 @@ class _Inline(fx.Interpreter):
             return inline_forward(
                 forward, kwargs.get("non_differentiable_idx", ()), lambda body: _Inline(body).run(*inputs)
             )
-        return _with_equal_pieces(target, super().call_function(target, args, kwargs))
+        return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target == "gather":
-            _agree_on_sizes(args, kwargs)
         if target == "requires_grad_":
             return args[0]
         if target == "item" and isinstance(args[0], torch.SymFloat):
             return args[0]
-        return _with_equal_pieces(target, super().call_method(target, args, kwargs))
-
-
-def _agree_on_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Guard on equal sizes of what is gathered and of the index where they are equal in this call.
-
-    Dynamo does so for operands that are broadcast. An index may also be smaller, so it leaves it open here whether
-    `logits[:, P - 1 : -1]` has the tokens of responses that are another input.
-    """
-    given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
-    for size, other in zip(given["input"].shape, given["index"].shape, strict=False):
-        compat.keep_equal(size, other)
-
-
-def _with_equal_pieces(target: Any, found: Any) -> Any:
-    """Guard on the last piece of split ids being as long as the others, if it is in this call: passes of equal rows."""
-    splits = target in ("split", "chunk", torch.split, torch.functional.split, torch.chunk)
-    if splits and not found[0].is_floating_point():
-        for last, first in zip(found[-1].shape, found[0].shape, strict=True):
-            compat.keep_equal(last, first)
-    return found
+        return super().call_method(target, args, kwargs)
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from longstraw.errors import MixesRows, MixesTokens
+from longstraw.errors import LongstrawError, MixesRows, MixesTokens
 from longstraw.passes.reroll import reroll
 from longstraw.runtime.spans import Runner
 from tests.small import Tiny, assert_same, gradients, inputs, records
@@ -432,3 +432,41 @@ def test_reroll_of_an_op(name: str, pieces: str) -> None:
         grads = torch.autograd.grad(out.square().sum(), (x, y), allow_unused=True) if out.requires_grad else ()
         results.append((out, grads))
     torch.testing.assert_close(results[1], results[0])
+
+
+def by_chunks_of_six(logits: Tensor, responses: Tensor) -> Tensor:
+    return torch.cat([selected(x, y) for x, y in zip(logits.split(6, 1), responses.split(6, 1), strict=True)], 1)
+
+
+def by_ranges_of_six(logits: Tensor, responses: Tensor) -> Tensor:
+    starts = range(0, logits.shape[1], 6)
+    return torch.cat([selected(logits[:, i : i + 6], responses[:, i : i + 6]) for i in starts], 1)
+
+
+@pytest.mark.parametrize("logp", [by_chunks_of_six, by_ranges_of_six])
+def test_chunks_of_tokens_may_divide_the_responses_or_not(logp: Logp) -> None:
+    """Where they do, or leave one token over, Dynamo takes the length for a constant."""
+    torch._dynamo.reset()
+    for length in (14, 12, 13, 5):
+        assert_same(Tiny(), *inputs(response=length), function=step_with(logp))
+
+
+def by_flat_chunks_of_tokens(logits: Tensor, responses: Tensor) -> Tensor:
+    pieces = zip(logits.split(4, 1), responses.split(4, 1), strict=True)
+    flat = [-F.cross_entropy(x.flatten(0, 1), y.reshape(-1), reduction="none").view(y.shape) for x, y in pieces]
+    return torch.cat(flat, 1)
+
+
+def by_flat_writes(logits: Tensor, responses: Tensor) -> Tensor:
+    flat = logits.flatten(0, 1)
+    out = torch.zeros_like(flat[:, 0])
+    for i in range(0, flat.shape[0], 8):
+        out[i : i + 8] = flat[i : i + 8].logsumexp(-1)
+    return out.view_as(responses)
+
+
+@pytest.mark.parametrize("logp", [by_flat_chunks_of_tokens, by_flat_writes])
+def test_a_loop_over_tokens_that_is_refused_should_be_left_out(logp: Logp) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(LongstrawError, match=r"runs in tiles of tokens anyway.*leave it out"):
+        assert_same(Tiny(), *inputs(response=10), function=step_with(logp))
