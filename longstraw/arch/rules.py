@@ -316,8 +316,8 @@ class Reader:
             f"{op_name(node)} mixes tokens: {what}.",
             where=user_line(node.meta.get("stack_trace")),
             remedy=remedy
-            or "The ops across tokens whose state is known are attention, causal convolutions, running sums and "
-            "listed recurrences; put one of your own in a function and name it with "
+            or "The ops across tokens whose state is known are attention, causal convolutions, shifts, running "
+            "sums and listed recurrences; put one of your own in a function and name it with "
             "Options(rules=(longstraw.Scan(...),)). "
             "If the op does keep tokens apart, say so with a longstraw.Rule.",
         )
