@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.prefix_tree import Node, grouped
 
 
-@torch.enable_grad()
-def read(finder: Callable[..., Any], inputs: Sequence[Any], results: Sequence[Tensor]) -> list[Tensor]:
+def read(finder: fx.GraphModule, inputs: Sequence[Any], results: Sequence[Tensor]) -> list[Tensor]:
     """Return for each result which of its entries the loss reads, as bools of its shape.
 
     Args:
@@ -27,12 +26,20 @@ def read(finder: Callable[..., Any], inputs: Sequence[Any], results: Sequence[Te
         inputs: of the step.
         results: zeros in place of each result.
     """
-    blanks = [torch.zeros_like(r, requires_grad=r.is_floating_point()) for r in results]
-    marks = [torch.ones_like(r, dtype=torch.float64, requires_grad=True) for r in results]
-    ended, cut = finder(*inputs, *blanks, *marks)
-    reached = _gradients(ended, marks)
-    spoilt = _gradients(cut, blanks)
-    return [(mark != 0) | ~blank.isfinite() for mark, blank in zip(reached, spoilt, strict=True)]
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        given = finder.graph.find_nodes(op="placeholder")[: len(inputs)]
+        known = [_recordable(x) if node.users else x for node, x in zip(given, inputs, strict=True)]
+        blanks = [torch.zeros_like(r, requires_grad=r.is_floating_point()) for r in results]
+        marks = [torch.ones_like(r, dtype=torch.float64, requires_grad=True) for r in results]
+        ended, cut = finder(*known, *blanks, *marks)
+        assert all(mark.requires_grad for mark in ended), "marks are followed by autograd"
+        reached, spoilt = _gradients(ended, marks), _gradients(cut, blanks)
+        return [(mark != 0) | ~blank.isfinite() for mark, blank in zip(reached, spoilt, strict=True)]
+
+
+def _recordable(value: Any) -> Any:
+    """Return a value that autograd may keep, which it may not do with one made under inference mode."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _gradients(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:

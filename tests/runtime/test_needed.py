@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -194,6 +195,16 @@ def test_all_is_scored_where_all_is_read(tokens_scored: list[int], loss: Callabl
     torch._dynamo.reset()
     assert_same(Weighing(), *weighted([24, 3, 11, 0]), function=loss, replay_rows=1)
     assert sum(tokens_scored) == 4 * RESPONSE
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_read_is_scored_without_gradients_too(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    torch._dynamo.reset()
+    model, lengths = Tiny(), [24, 3, 0, 11]
+    compiled = torch.compile(clipped, backend="longstraw", options={"page_tokens": PAGE})
+    with mode():
+        given = weighted(lengths)
+        torch.testing.assert_close(compiled(model, *given), clipped(model, *given), rtol=1e-11, atol=1e-12)
 
 
 def test_results_that_are_returned_are_scored() -> None:
