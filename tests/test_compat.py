@@ -94,7 +94,7 @@ def test_a_frame_compiled_too_often_is_refused_if_it_ran_a_model(has_model: bool
         compiled(torch.ones(2), "a")
         with pytest.raises(CompiledTooOften, match="key") if has_model else contextlib.nullcontext():
             compiled(torch.ones(2), "bc")
-    compat._frames_with_model.clear()
+    compat.frames.frames_with_model.clear()
 
 
 def test_a_loop_that_calls_backward_is_one_graph_also_after_a_reset() -> None:

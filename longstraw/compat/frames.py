@@ -1,0 +1,140 @@
+"""The frames that Dynamo compiles: for which backend, how often, and what the user calls their values."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+from torch._dynamo import convert_frame
+
+from longstraw.errors import CompiledTooOften, function_line
+
+
+def refuse_at_the_limit() -> None:
+    """Raise where Dynamo has compiled a frame for a backend of ours as often as it may, and would run it eagerly.
+
+    That holds for frames that ran a model, themselves or in what they call; metrics may be computed eagerly.
+    """
+    exceeds = convert_frame.exceeds_recompile_limit  # type: ignore[attr-defined]
+
+    def checked(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        exceeded, limit = exceeds(*args, **kwargs)
+        compiling = _compiling()
+        if exceeded and compiling is not None and _place(compiling["code"]) in frames_with_model:
+            backend, _ = backend_being_compiled_for()
+            if getattr(backend, "traces_backward", False):
+                code = compiling["code"]
+                raise CompiledTooOften(
+                    code.co_name,
+                    times=int(getattr(torch._dynamo.config, limit)),
+                    limit=limit,
+                    reason=_failed_guard(str(compiling.get("recompile_reason") or "")),
+                    where=function_line(code.co_filename, code.co_firstlineno, code.co_name),
+                )
+        return exceeded, limit
+
+    convert_frame.exceeds_recompile_limit = checked  # type: ignore[attr-defined]
+
+
+def _failed_guard(reason: str) -> str:
+    """Return what a guard asked, as the user would write it, without the number of the compilation."""
+    first = next(iter(reason.strip().splitlines()), "")
+    return users_expression(re.sub(r"^\d+/\d+: ", "", first).split("  # ")[0].strip())
+
+
+frames_with_model: set[tuple[str, str, int]] = set()
+
+
+def _place(code: CodeType) -> tuple[str, str, int]:
+    """Return what Dynamo's code for a function and the function's own have in common."""
+    return code.co_filename, code.co_name, code.co_firstlineno
+
+
+def _compiling() -> Mapping[str, Any] | None:
+    """Return what Dynamo knows of the frame that is being compiled, found on the stack."""
+    frame = sys._getframe()
+    while frame is not None and not {"code", "compiler_fn", "compile_id"} <= frame.f_locals.keys():
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else dict(frame.f_locals)
+
+
+def remember_model() -> None:
+    """Note that the frame that is being compiled runs a model, and so do those that called it."""
+    compiling = _compiling()
+    if compiling is not None:
+        frames_with_model.add(_place(compiling["code"]))
+        frame = sys._getframe()
+        while frame is not None:
+            frames_with_model.add(_place(frame.f_code))
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def values_in_reach() -> list[Any]:
+    """Return what the frame that is being compiled reads by name, what the part of it that ran before had, and the
+    objects whose methods are running.
+    """
+    compiling = _compiling()
+    if compiling is None:
+        return []
+    code: CodeType = compiling["code"]
+    values = [*compiling["locals"].values(), *(compiling["globals"].get(name) for name in code.co_names)]
+    frame = sys._getframe()
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_firstlineno) == (code.co_filename, code.co_firstlineno):
+            values += frame.f_locals.values()
+        elif "self" in frame.f_locals:
+            values.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return values
+
+
+def is_part_for_ddp() -> bool:
+    """Return whether Dynamo compiles a part of a graph that it has cut for DistributedDataParallel."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch._dynamo.backends.distributed":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def backend_being_compiled_for() -> tuple[Callable[..., Any] | None, Any]:
+    """Return the innermost backend function of the compilation in progress, found on the stack, and its options."""
+    frame = sys._getframe()
+    while frame is not None and "compiler_fn" not in frame.f_locals:
+        frame = frame.f_back  # type: ignore[assignment]
+    found = frame.f_locals["compiler_fn"] if frame is not None else None
+    options = None
+    while found is not None:
+        keywords = getattr(found, "kwargs", None) or getattr(found, "keywords", None) or {}
+        options = options or getattr(found, "options", None) or keywords.get("options")
+        wrapped = [
+            getattr(found, name)
+            for name in ("_torchdynamo_orig_backend", "compiler_fn", "func")
+            if hasattr(found, name)
+        ]
+        if not wrapped:
+            break
+        found = wrapped[0]
+    return found, options
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Return the expression, as a user writes it, of the value that Dynamo lifted into this placeholder."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    name = getattr(source, "name", None)
+    if name is None:
+        return placeholder.name
+    return users_expression(str(name() if callable(name) else name))
+
+
+def users_expression(written: str) -> str:
+    """Return Dynamo's expression for a value of the user's, such as `L['model'].head`, as the user would write it."""
+    written = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", written)
+    written = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", written)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", written)
