@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 import torch
 from torch import fx
 
@@ -29,14 +31,7 @@ def flow(graph: fx.Graph, *, trained: frozenset[str]) -> frozenset[fx.Node]:
             learns = node.op != "output" and _passes(node) and any(x in needs for x in node.all_input_nodes)
         if learns:
             needs.add(node)
-    found: set[fx.Node] = set()
-    stack = list(next(iter(reversed(graph.nodes))).all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in needs and node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return frozenset(found)
+    return _back(next(iter(reversed(graph.nodes))).all_input_nodes, needs)
 
 
 def before(node: fx.Node, learns: frozenset[fx.Node]) -> frozenset[fx.Node]:
@@ -46,13 +41,18 @@ def before(node: fx.Node, learns: frozenset[fx.Node]) -> frozenset[fx.Node]:
         node: any node of the graph.
         learns: what `flow` found in it.
     """
+    return _back([node], learns)
+
+
+def _back(nodes: Iterable[fx.Node], among: Container[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes on ways back from some, through nothing but those among others."""
     found: set[fx.Node] = set()
-    stack = [node]
+    stack = list(nodes)
     while stack:
-        at = stack.pop()
-        if at in learns and at not in found:
-            found.add(at)
-            stack.extend(at.all_input_nodes)
+        node = stack.pop()
+        if node in among and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
     return frozenset(found)
 
 
