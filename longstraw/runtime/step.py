@@ -40,9 +40,9 @@ def run_step(program: Lowered, budget: Budget, *inputs: Any, caches: Sequence[Pr
     """
     located = program.step.partitioned.step
     names = _placeholders(located)
-    held = _held(located, dict(zip(names, inputs, strict=True)))
-    connected = [held.get(node, value) for node, value in zip(names, inputs, strict=True)]
     with refused_if_full():
+        held = _held(located, dict(zip(names, inputs, strict=True)))
+        connected = [held.get(node, value) for node, value in zip(names, inputs, strict=True)]
         branches = _branches(program, budget, inputs, connected, caches or [None] * len(program.step.branches))
     with contextlib.ExitStack() as stack:
         for cache in caches or ():

@@ -141,7 +141,7 @@ def test_first_seen_of_causal_attention_is_the_beginning() -> None:
 # --- the prefix tree --------------------------------------------------------------------------------------------------
 
 
-def tree(rows: list[list[int]], least: int = 1, batch: int = 2) -> Node:
+def tree(rows: list[list[int]], least: int = 1, batch: int = 2, ends: Sequence[int] | None = None) -> Node:
     def common(row: int, others: Sequence[int], since: int) -> list[int]:
         lengths = []
         for other in others:
@@ -150,9 +150,8 @@ def tree(rows: list[list[int]], least: int = 1, batch: int = 2) -> Node:
             lengths.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(rows[row])))
         return lengths
 
-    return prefix_tree.build(
-        range(len(rows)), stop=len(rows[0]), common=common, least=least, batch=lambda tokens: batch
-    )
+    ends = ends or [len(row) for row in rows]
+    return prefix_tree.build(range(len(rows)), ends=ends, common=common, least=least, batch=lambda tokens: batch)
 
 
 def covered(node: Node) -> dict[int, list[tuple[int, int]]]:
@@ -186,25 +185,30 @@ def test_split_at_divides_what_crosses_a_token() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), min_size=1, max_size=7),
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=6, max_size=6), st.integers(1, 6)), min_size=1, max_size=7),
     st.integers(1, 3),
     st.integers(1, 4),
     st.integers(0, 6),
 )
-def test_build_covers_every_row_once_and_shares_only_what_is_equal(
-    rows: list[list[int]], least: int, batch: int, at: int
+def test_build_covers_every_row_to_its_end_and_shares_only_what_is_equal(
+    rows_and_ends: list[tuple[list[int], int]], least: int, batch: int, at: int
 ) -> None:
-    root = prefix_tree.split_at(tree(rows, least, batch), at)
+    rows, ends = [row for row, _ in rows_and_ends], [end for _, end in rows_and_ends]
+    root = prefix_tree.split_at(tree(rows, least, batch, ends), at)
     for row, runs in covered(root).items():
-        ends = [0]
+        cuts = [0]
         for start, stop in runs:
-            assert start == ends[-1], (row, runs)
-            ends.append(stop)
-        assert ends[-1] == 6
+            assert start == cuts[-1], (row, runs)
+            cuts.append(stop)
+        assert cuts[-1] >= ends[row]
     stack = [root]
     while stack:
         node = stack.pop()
         stack += node.children
         if node.shared:
             assert all(rows[r][: node.stop] == rows[node.rows[0]][: node.stop] for r in node.rows)
+            assert node.stop <= max(ends[r] for r in node.rows)
+        elif not node.children:  # a page has `least` tokens
+            assert all(node.stop < ends[r] + least for r in node.rows)
+            assert len(node.rows) <= batch
         assert not (node.start < at < node.stop)
