@@ -4,7 +4,7 @@ step = torch.compile(step, backend="longstraw")
 """
 
 from longstraw.arch.rules import Rule
-from longstraw.arch.scans import Scan
+from longstraw.arch.user_scan import Scan
 from longstraw.errors import LongstrawError
 from longstraw.explain import Explanation, explain
 from longstraw.options import Drift, Options

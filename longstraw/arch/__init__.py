@@ -8,7 +8,7 @@ from typing import Any
 from longstraw import ops
 from longstraw.arch import associative, aten
 from longstraw.arch.rules import LayoutRule, Rule
-from longstraw.arch.scans import Scan
+from longstraw.arch.user_scan import Scan
 
 __all__ = ["Rule", "Scan", "installed_rules", "layout_rules"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, library
 
 from longstraw import compat
 from longstraw.arch.rules import LayoutRule, Reader, packet
-from longstraw.arch.scans import Scan
+from longstraw.arch.user_scan import Scan
 from longstraw.errors import UnsupportedOp, user_line
 from longstraw.layout import Rows, Tokens, has
 from longstraw.scans.associative import AssociativeScan, unpacked

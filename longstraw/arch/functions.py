@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longstraw.arch import associative
-from longstraw.arch.scans import Scan
+from longstraw.arch.user_scan import Scan
 from longstraw.compat import Substitution
 from longstraw.scans.opaque import GATED_DELTA_RULE, LINEAR_ATTENTION, LINEAR_RECURRENCE, REFUSED, SELECTIVE_SCAN
 
