@@ -24,7 +24,7 @@ from longstraw.arch.constants import filled_with
 from longstraw.arch.heads import Heads
 from longstraw.arch.rules import arguments, emit, packet, tensors
 from longstraw.arch.selected import split
-from longstraw.arch.spellings import CASTS, VIEWS, before
+from longstraw.arch.spellings import CASTS, VIEWS
 from longstraw.blocks import HIDING
 from longstraw.compat import expression
 from longstraw.errors import DropoutActive, MixesTokens, user_line
@@ -123,15 +123,19 @@ def _from_explicit(
     rescaled = _rescaled(softmax, product, found)
     output = product if rescaled is None else rescaled.node
     with graph.inserting_before(output):
-        sink = found.sink if rescaled is None else rescaled.sink(graph)
         key = _transposed(graph, key)
         heads = Heads(
             graph,
             (query, key, value),
             batch=found.batch or _batch_of(query),
-            plain=not score_inputs and sink is None,
+            plain=not score_inputs and rescaled is None and found.sink is None,
             give_up=functools.partial(_give_up, softmax),
         )
+        sink = None if rescaled is None else rescaled.sink(graph)
+        if found.sink is not None:
+            sink = sinks.of_heads(graph, found.sink, heads.count)
+            if sink is None:
+                _give_up(softmax, "its sinks are other than one for each head, or one for all")
         masks, score_inputs = (tuple(map(heads.mask, values)) for values in (found.masks, score_inputs))
         new = _insert(graph, product, heads.operands, masks, False, scale, score, score_inputs, sink)
         result = heads.result(new, product)
@@ -169,7 +173,7 @@ def _step_up(
     if name in (aten.cat, aten.concat) and found.sink is None:
         parts: Any = node.args[0]
         if len(parts) == 2 and parts[1].meta["val"].shape[-1] == 1:
-            found.sink = before(parts[1], (*VIEWS, *CASTS))
+            found.sink = parts[1]
             return parts[0]
     operands = tensors(node.args)
     if name in _MINUS and len(operands) == 2 and _is_row_maximum(operands[1], operands[0]):

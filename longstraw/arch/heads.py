@@ -57,6 +57,11 @@ class Heads:
         query, key, value = lifted
         self.operands = [self._joined(self._expanded(query)), *(self._joined(self._repeated(x)) for x in (key, value))]
 
+    @property
+    def count(self) -> int:
+        """Number of heads of the queries."""
+        return int(self.operands[0].meta["val"].shape[1])
+
     def mask(self, node: fx.Node) -> fx.Node:
         """Return what is combined with the scores as `[rows, heads, queries, keys]`, without dims if it has no heads.
 

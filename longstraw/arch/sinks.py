@@ -7,6 +7,7 @@ A sink is one more logit s in the softmax's denominator, with a value of zero. W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,35 @@ class Rescaled(NamedTuple):
         count = self.logit.meta["val"].numel()
         sink = emit(graph, self.logit, aten.reshape.default, self.logit, [count])
         return sink if count == self.heads else emit(graph, sink, aten.expand.default, sink, [self.heads])
+
+
+def of_heads(graph: fx.Graph, column: fx.Node, heads: int) -> fx.Node | None:
+    """Return sinks that are joined to scores as `[heads]`, inserted at the graph's insertion point.
+
+    Args:
+        graph: the graph.
+        column: the sinks as they are joined, `[rows, heads, tokens, 1]`, with the heads in one dim or two, or
+            `[rows * heads, tokens, 1]`.
+        heads: how many heads there are.
+
+    Returns:
+        None where sinks differ between rows or tokens, or are other than one for each head or for all.
+    """
+    repeats = (aten.expand, *CASTS)
+    sink = before(column, repeats)
+    if column.meta["val"].ndim == 3:  # rows and heads are one dim: before they became one
+        sink = before(before(sink, SAME_ORDER), repeats)
+    sizes = _sizes(sink)
+    rank = max(4, column.meta["val"].ndim)
+    sizes = [1] * (rank - len(sizes)) + sizes
+    count = math.prod(sizes[1:-2])
+    if len(sizes) != rank or any(size != 1 for size in (sizes[0], *sizes[-2:])) or count not in (1, heads):
+        return None
+    plain = before(sink, SAME_ORDER)
+    if plain.meta["val"].ndim == 1 and count == heads:
+        return plain
+    flat = emit(graph, sink, aten.reshape.default, sink, [int(count)])
+    return flat if count == heads else emit(graph, flat, aten.expand.default, flat, [heads])
 
 
 def sums_of(scores: Iterable[fx.Node]) -> list[fx.Node]:

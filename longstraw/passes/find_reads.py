@@ -1,13 +1,14 @@
 """Which entries of its results a step reads: those that no zero of a mask cuts off. Used by partition.
 
 A loss multiplies what it computes of each token by a mask, and sums. An entry of a result that meets nothing but zeros
-of such factors (padding, a row whose advantage is zero) changes nothing and need not be computed. The factors are known
-before the model runs, so what is read can be told from the objective's graph and its inputs.
+of such factors (padding, a row whose advantage is zero) changes nothing and need not be computed. Where factors are
+known before the model runs, what is read can be told from the objective's graph and its inputs.
 
 Every result has a *mark*, ones of its shape, which goes the way that its numbers go. An op that is elementwise hands on
-the sum of its operands' marks; a factor, or the condition of a `where`, stops marks where it is zero; views, joins,
-sums and means do to marks what they do to numbers; at any other op, and at the outputs, marks end. The gradient of the
-sum of all ended marks with respect to a mark is zero exactly where that result is not read.
+the sum of its operands' marks; a factor that no result has a part in, or such a condition of a `where`, stops marks
+where it is zero; views, joins, sums and means do to marks what they do to numbers. At any other op marks end, as they
+do at the outputs and where they meet what came of such an op. The gradient of the sum of all ended marks with respect
+to a mark is zero exactly where that result is not read.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def find_reads(objective: fx.GraphModule, num_results: int, trained: frozenset[s
 
     Returns:
         `(*inputs, *blanks, *marks) -> (ended marks, cut values)`. Blanks stand for the results; an entry is left out
-        only where the cut values and their gradients with respect to the blanks are finite: zero times infinity is no
-        number.
+        only where the cut values and their gradients with respect to the blanks are finite, for the blank then stands
+        in the objective, too.
     """
     marking = _Marking(objective, num_results, trained)
     found = marking.run()
@@ -62,23 +63,24 @@ class _Marking:
     """
 
     def __init__(self, objective: fx.GraphModule, num_results: int, trained: frozenset[str]) -> None:
-        self._objective, self._num_results = objective, num_results
+        self._objective = objective
+        self._given = [node for node in objective.graph.nodes if node.op == "placeholder"]
+        self._results = self._given[len(self._given) - num_results :]
         self._graph = fx.Graph()
         self._copies: dict[Any, fx.Node] = {}
         self._marks: dict[Any, fx.Node] = {}
         self._ended: dict[fx.Node, None] = {}
         self.cut: dict[fx.Node, None] = {}
         self._unknown = _reached(objective.graph, lambda node: node.name in trained or _is_random(node))
+        self._dependent = _reached(objective.graph, lambda node: node in self._results)
 
     def run(self) -> fx.GraphModule:
         """Send every mark on its way; return the graph of what they come to."""
-        nodes = list(self._objective.graph.nodes)
-        given = [node for node in nodes if node.op == "placeholder"]
-        for node in given:
+        for node in self._given:
             self._copies[node] = self._graph.node_copy(node)
-        for i, node in enumerate(given[len(given) - self._num_results :]):
+        for i, node in enumerate(self._results):
             self._marks[node] = self._graph.placeholder(f"mark_{i}")
-        for node in nodes[len(given) :]:
+        for node in [node for node in self._objective.graph.nodes if node.op != "placeholder"]:
             marked = [x for x in node.all_input_nodes if x in self._marks]
             if node.op != "output":
                 self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
@@ -96,7 +98,9 @@ class _Marking:
         """Return the mark of an op's result, or None where marks end."""
         name = packet(node.target)
         rule = aten_rules.RULES.get(name) if node.op == "call_function" else None
-        if not isinstance(node.meta.get("val"), torch.Tensor) or _changes_device(node):
+        if not _is_tensor(node) or _changes_device(node):
+            return None
+        if any(x in self._dependent and x not in self._marks and _is_tensor(x) for x in node.all_input_nodes):
             return None
         if name in (aten.cat, aten.stack):
             return self._joined(node)
@@ -104,9 +108,10 @@ class _Marking:
             return self._moved(node) if marked == [node.args[0]] else None
         if node in self._unknown or not (aten_rules.is_pointwise(node.target) or rule in _ELEMENTWISE):
             return None
-        if len(marked) == 1 and _shape(node) == _shape(marked[0]):
-            return next(iter(self._cut(node)), self._marks[marked[0]])
-        return self._sum(node, self._cut(node) or [self._marks[x] for x in marked])
+        marks = self._cut(node) or [self._marks[x] for x in marked]
+        if len(marks) == 1 and len(marked) == 1 and _shape(node) == _shape(marked[0]):
+            return marks[0]
+        return self._sum(node, marks)
 
     def _moved(self, node: fx.Node) -> fx.Node:
         """Do to a mark what an op does to numbers, but for their dtype."""
@@ -129,7 +134,7 @@ class _Marking:
         name, operands = packet(node.target), list[Any](node.args)
         if name is aten.mul:
             value, factor = sorted(operands[:2], key=lambda x: x not in self._marks)
-            if isinstance(factor, fx.Node) and factor not in self._marks:
+            if isinstance(factor, fx.Node) and _is_tensor(factor) and factor not in self._marks:
                 return [self._stopped(value, self._call(aten.ne.Scalar, self._copies[factor], 0))]
         elif name is aten.where and len(operands) == 3 and operands[0] not in self._marks:
             condition, one, other = operands
@@ -167,13 +172,17 @@ def _shape(node: fx.Node) -> list[str]:
     return [str(size) for size in node.meta["val"].shape]
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _dtype(node: fx.Node) -> torch.dtype:
     found: torch.dtype = node.meta["val"].dtype
     return found
 
 
 def _changes_device(node: fx.Node) -> bool:
-    before = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+    before = [x.meta["val"] for x in node.all_input_nodes if _is_tensor(x)]
     return any(value.device != node.meta["val"].device for value in before)
 
 
@@ -182,9 +191,9 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _reached(graph: fx.Graph, start: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Return the nodes for which `start` holds and all that depend on them."""
+    """Return the nodes for which `start` holds and all whose numbers depend on theirs."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if start(node) or any(x in found for x in node.all_input_nodes):
+        if packet(node.target) not in _SIZES and (start(node) or any(x in found for x in node.all_input_nodes)):
             found.add(node)
     return found

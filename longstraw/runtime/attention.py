@@ -73,6 +73,7 @@ def attend(
         assert key is value and build.key_width == width
         key_tile = max(CUT, min(key_tile, BUILT_BYTES // (build.numbers * key.element_size())))
     assert score is not None or not score_inputs
+    assert sink is None or sink.shape == (heads,)
     for part in earlier:
         assert part.key.shape[0] == part.value.shape[0] and part.key.shape[0] in (1, rows)
         assert part.key.shape[1] == key.shape[1] and part.value.shape[1] == value.shape[1]

@@ -101,3 +101,65 @@ def test_another_use_of_the_logsumexp_is_refused(name: str) -> None:
 
 def test_a_softmax_over_the_queries_is_refused() -> None:
     assert_refused("does not go over the keys", Rescaled(lambda out, raw, s, sinks: out * sinks.sum(), dim=-2))
+
+
+class Joined(Tiny):
+    """Explicit attention with a column of sinks joined to its scores."""
+
+    def __init__(self, column: Callable[[Tensor, Tensor], Tensor], sinks: tuple[int, ...], *, learns: bool) -> None:
+        super().__init__()
+        self.column = column
+        self.sinks = nn.Parameter(torch.randn(sinks, dtype=torch.float64), requires_grad=learns)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.query(x), HEADS), *(self.heads(f(x), KEY_HEADS) for f in (self.key, self.value))
+        k, v = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (k, v))
+        scores = q @ k.mT * 0.3
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+        column = self.column(self.sinks, scores).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+COLUMNS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "a vector": (lambda s, _: s.view(1, -1, 1, 1), (HEADS,)),
+    "a vector of columns": (lambda s, _: s[:, None, None], (HEADS,)),
+    "scaled with two dims": (lambda s, _: (s.view(1, HEADS) * 1.5).view(1, HEADS, 1, 1), (HEADS,)),
+    "scaled with four dims": (lambda s, _: s.view(1, HEADS, 1, 1) * 1.5 + 1, (HEADS,)),
+    "in another order": (lambda s, _: s.view(2, 2).t().reshape(1, HEADS, 1, 1), (HEADS,)),
+    "one for two heads": (lambda s, _: s.view(1, 2, 1, 1, 1).expand(1, 2, 2, 1, 1).reshape(1, HEADS, 1, 1), (2,)),
+    "one for all": (lambda s, _: s.view(1, 1, 1, 1), (1,)),
+    "a number": (lambda s, _: s, ()),
+    "expanded by the model": (lambda s, x: s.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[2], -1), (HEADS,)),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("span_tokens", [1, HEADS, 100])
+def test_a_joined_column_of_sinks_is_exact(name: str, learns: bool, span_tokens: int) -> None:
+    torch._dynamo.reset()
+    column, sizes = COLUMNS[name]
+    assert_same(Joined(column, sizes, learns=learns), *inputs(8, 4), span_tokens=span_tokens)
+
+
+@pytest.mark.parametrize("group", [2, HEADS])
+def test_a_joined_column_of_rows_flattened_with_heads(group: int) -> None:
+    class Flat(Joined):
+        def attend(self, x: Tensor) -> Tensor:
+            q, k, v = self.heads(self.query(x), HEADS), *(self.heads(f(x), KEY_HEADS) for f in (self.key, self.value))
+            q, k, v = (
+                t.repeat_interleave(HEADS // t.shape[1], 1).reshape(-1, x.shape[1], t.shape[-1]) for t in (q, k, v)
+            )
+            scores = torch.bmm(q, k.mT) * 0.3
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+            column = self.sinks.view(1, HEADS, 1, 1).expand(x.shape[0], -1, x.shape[1], -1)
+            weights = torch.cat([scores, column.reshape(-1, x.shape[1], 1)], -1).softmax(-1)[..., :-1]
+            return torch.bmm(weights, v).view(x.shape[0], HEADS, x.shape[1], -1)
+
+    torch._dynamo.reset()
+    assert_same(Flat(lambda s, _: s, (HEADS,), learns=True), *inputs(9, 4, group))
+
+
+def test_sinks_of_each_row_are_refused() -> None:
+    model = Joined(lambda s, x: s.view(1, 1, 1, 1) * torch.arange(x.shape[0]).view(-1, 1, 1, 1), (1,), learns=True)
+    assert_refused("sinks are other than one for each head", model)

@@ -142,6 +142,22 @@ def test_losses_read_what_their_masks_let_through(tokens_scored: list[int], loss
     assert sum(tokens_scored) == sum(lengths)
 
 
+def times_numbers(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    """Sizes as factors."""
+    logp, _ = log_probs(model, prompt, responses)
+    return (logp * weights * responses.shape[1]).sum() * prompt.shape[1] * len(responses)
+
+
+def test_factors_may_be_sizes_and_ints(tokens_scored: list[int]) -> None:
+    torch._dynamo.reset()
+    given, model = weighted([24, 3, 11, 7]), Tiny()
+    assert_same(model, *given, function=times_numbers, page_tokens=1)
+    assert sum(tokens_scored) == 45
+    scaled = torch.compile(lambda n, *args: times_numbers(*args) * n, backend="longstraw")
+    for n in (2, 3, 4):
+        torch.testing.assert_close(scaled(n, model, *given), n * times_numbers(model, *given), rtol=1e-11, atol=1e-11)
+
+
 def test_a_row_without_advantage_is_not_scored(tokens_scored: list[int]) -> None:
     def loss(model: nn.Module, prompt: Tensor, responses: Tensor, advantages: Tensor) -> Tensor:
         logp, _ = log_probs(model, prompt, responses)
@@ -190,7 +206,50 @@ def infinite(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tenso
     return ((logp + 1e-9).abs().sqrt().reciprocal() * weights + (logp.abs().sqrt() * weights)).sum()
 
 
-@pytest.mark.parametrize("loss", [not_masked, ordered, with_factor, compared, infinite])
+def vetoed(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    """A factor that comes of results by an op that is not elementwise, of the other results of the row."""
+    logp, entropy = log_probs(model, prompt, responses)
+    likely = ~((logp.detach() < -5) & (weights != 0)).any(1, keepdim=True)
+    return (logp * weights).sum() + (entropy * likely).sum() + (entropy * ~likely).sum()
+
+
+def worst_rows(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, entropy = log_probs(model, prompt, responses)
+    low = (logp.detach() * weights).amin(1, keepdim=True) < -0.5
+    return (logp * weights).sum() + torch.where(low, entropy, 2 * entropy).sum()
+
+
+def by_rank(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, _ = log_probs(model, prompt, responses)
+    rank = (logp.detach() * weights).sum(1).argsort().argsort()[:, None]
+    return (logp * rank).sum()
+
+
+def by_deviation(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, entropy = log_probs(model, prompt, responses)
+    return (entropy * (logp * weights).std()).sum() + entropy.masked_fill((logp * weights).cumsum(1) > 0, 0).sum()
+
+
+def either_way(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    logp, _ = log_probs(model, prompt, responses)
+    return torch.where(weights != 0, logp, logp).sum()
+
+
+READ_WHOLE = [
+    not_masked,
+    ordered,
+    with_factor,
+    compared,
+    infinite,
+    vetoed,
+    worst_rows,
+    by_rank,
+    by_deviation,
+    either_way,
+]
+
+
+@pytest.mark.parametrize("loss", READ_WHOLE)
 def test_all_is_scored_where_all_is_read(tokens_scored: list[int], loss: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
     assert_same(Weighing(), *weighted([24, 3, 11, 0]), function=loss, replay_rows=1)
