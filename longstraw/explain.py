@@ -216,7 +216,7 @@ def _describe(program: Lowered) -> str:
         shared = f": one capture for {passes} passes that compute the same" if passes > 1 else ""
         lines += ["", f"branch {number}{shared}", *(f"  {line}" for line in _describe_branch(branch))]
     partitioned = program.step.partitioned
-    masked = "" if partitioned.reads is None else "; rows are run to the last token that its factors let it read"
+    masked = "" if partitioned.reads is None else "; rows end at the last token that it reads"
     lines += ["", f"objective: {_ops(partitioned.objective)}{masked}"]
     return "\n".join(lines)
 

@@ -114,9 +114,10 @@ class _Marking:
         return self._sum(node, marks)
 
     def _moved(self, node: fx.Node) -> fx.Node:
-        """Do to a mark what an op does to numbers, but for their dtype."""
+        """Do to a mark what an op does to numbers, but for their dtype; where it takes their mean, add marks up."""
         kwargs = {key: self._copied(value) for key, value in node.kwargs.items() if key != "dtype"}
-        return self._call(node.target, self._marks[node.args[0]], *map(self._copied, node.args[1:]), **kwargs)
+        target = _SUMS.get(node.target, node.target)
+        return self._call(target, self._marks[node.args[0]], *map(self._copied, node.args[1:]), **kwargs)
 
     def _joined(self, node: fx.Node) -> fx.Node:
         """Join marks; what has none counts as zeros."""
@@ -124,7 +125,7 @@ class _Marking:
         return self._call(node.target, parts, *node.args[1:], **node.kwargs)
 
     def _zeros(self, like: fx.Node) -> fx.Node:
-        return self._call(aten.zeros_like.default, self._copies[like], dtype=torch.float64)
+        return self._call(aten.zeros_like.default, self._copies[like], dtype=torch.float32)
 
     def _copied(self, argument: Any) -> Any:
         return map_arg(argument, self._copies.__getitem__)
@@ -164,6 +165,8 @@ class _Marking:
 
 
 _ELEMENTWISE = (aten_rules.pointwise, aten_rules.like_first)
+_SUMS: dict[Any, Any] = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+"""Marks stay whole numbers: none becomes zero by division."""
 _SIZES = (aten.sym_size, aten.sym_numel, aten.sym_stride)
 """Ops that read no numbers."""
 

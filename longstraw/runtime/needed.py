@@ -30,7 +30,7 @@ def read(finder: fx.GraphModule, inputs: Sequence[Any], results: Sequence[Tensor
         given = finder.graph.find_nodes(op="placeholder")[: len(inputs)]
         known = [_recordable(x) if node.users else x for node, x in zip(given, inputs, strict=True)]
         blanks = [torch.zeros_like(r, requires_grad=r.is_floating_point()) for r in results]
-        marks = [torch.ones_like(r, dtype=torch.float64, requires_grad=True) for r in results]
+        marks = [torch.ones_like(r, dtype=torch.float32, requires_grad=True) for r in results]
         ended, cut = finder(*known, *blanks, *marks)
         assert all(mark.requires_grad for mark in ended), "marks are followed by autograd"
         reached, spoilt = _gradients(ended, marks), _gradients(cut, blanks)
