@@ -32,22 +32,24 @@ class _Read:
     start: int
     by_token: bool
 
-    def in_common(self, row: int, rows: Sequence[int], since: int, stop: int) -> Tensor:
+    def in_common(self, row: int, rows: Tensor, since: int, stop: int) -> Tensor:
         """Return for each row how many tokens it has in common with one row, `stop` where nothing differs."""
         if not self.by_token:
-            equal = (self.value[list(rows)] == self.value[row]).flatten(1).all(-1)
-            return torch.where(equal.cpu(), stop, self.start)
-        found = torch.full((len(rows),), stop)
-        at = max(0, since - self.start)
+            equal = (self.value[rows] == self.value[row]).flatten(1).all(-1)
+            return torch.where(equal, stop, self.start).cpu()
+        at, end = max(0, since - self.start), self.value.shape[1]
         size = max(1, _TILE // max(1, len(rows) * self.value[0, :1].numel()))
-        while at < self.value.shape[1] and bool((found == stop).any()):
+        found = torch.full((len(rows),), stop, device=self.value.device)
+        while at < end:
             part = self.value[:, at : at + size]
-            same = part[list(rows)] == part[row]
-            different = ~(same.flatten(2).all(-1) if same.ndim > 2 else same)
+            different = part[rows] != part[row]
+            different = different.flatten(2).any(-1) if different.ndim > 2 else different
             first = torch.where(different.any(-1), self.start + at + different.byte().argmax(-1), stop)
-            found = torch.minimum(found, first.cpu())
+            found = torch.minimum(found, first)
             at += size
-        return found
+            if at < end and not bool((found == stop).any()):
+                break
+        return found.cpu()
 
 
 class RowComparison:
@@ -87,7 +89,8 @@ class RowComparison:
             return [self._stop]
         lengths = torch.full((len(rows),), self._stop)
         for read in self._read:
-            lengths = torch.minimum(lengths, read.in_common(row, rows, since, self._stop))
+            index = torch.tensor(rows, device=read.value.device)
+            lengths = torch.minimum(lengths, read.in_common(row, index, since, self._stop))
         if torch.is_grad_enabled():
             # A value given for every row gets a gradient for every row, so rows can't share it.
             own = min([self._stop, *map(self._shareable, self._own)])
