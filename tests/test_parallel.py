@@ -18,8 +18,6 @@ from tests.small import Tiny, inputs, step
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
-    if not dist.is_available():
-        pytest.skip("torch without distributed")
     path = os.fspath(tmp_path_factory.mktemp("group") / "store")
     dist.init_process_group("gloo", store=dist.FileStore(path, 1), rank=0, world_size=1)
     yield

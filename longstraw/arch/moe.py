@@ -10,18 +10,20 @@ step's. `arch/places.py` refuses every use of them but those that are exact with
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from longstraw.arch.places import COPIES, VIEWS, Counted, Order, Places, times
+from longstraw.arch.places import Counted, Order, Places, times
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
+from longstraw.arch.spellings import COPIES, SAME_ORDER
 from longstraw.layout import Counts, Dim, Layout, Probe, Rows, Shuffled, Tokens, has
 
 aten = torch.ops.aten
 _KEEP_NUMBERS_APART = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
-_REARRANGE = (*VIEWS, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute, aten.t)
+_REARRANGE = (*SAME_ORDER, aten.flatten, aten.transpose, aten.permute, aten.t)
 
 
 def dispatched(r: Reader, node: fx.Node, dim: Dim, index: fx.Node) -> Dim:
@@ -136,7 +138,7 @@ def _counted_values(node: fx.Node) -> fx.Node:
 
 def _is_result(node: fx.Node, index: int, *names: Any) -> bool:
     """Return whether a node is a certain result of an op that has several."""
-    source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and bool(node.args[1] == index) and packet(source.target) in names
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from longstraw.arch.constants import filled_with, is_new
-from longstraw.arch.rules import Reader, arguments, packet
+from longstraw.arch.rules import Reader, arguments, packet, tensors
+from longstraw.arch.spellings import COPIES, SAME_ORDER
 from longstraw.layout import Counts, Dim
 
 aten = torch.ops.aten
-COPIES = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.detach)
-VIEWS = (aten.view, aten.reshape, aten.flatten)
+_FLAT = (*SAME_ORDER, aten.flatten)
 _INTEGERS = (torch.int32, torch.int64)
 _EXACT = (*_INTEGERS, torch.float32, torch.float64)
 
@@ -82,21 +82,24 @@ def check_use(r: Reader, node: fx.Node) -> None:
     for x in node.all_input_nodes:
         mark = r.marks.get(x)
         if isinstance(mark, Places) and not _good_places(r, node, x, mark):
-            r.mixes_tokens(
-                node,
-                "it computes with the numbers of an order (argsort, sort) of all rows and tokens, and a span has an "
-                "order of its own",
-                remedy="Index by them, undo them by argsort, or divide them by the number of entries of a token with "
-                "`//`; nothing else of them is known for a span.",
-            )
+            r.mixes_tokens(node, _PLACES_MISUSED[0], remedy=_PLACES_MISUSED[1])
         if isinstance(mark, Counted) and not _good_counts(r, node, x, mark):
-            r.mixes_tokens(
-                node,
-                "it computes with the number of entries of all rows and tokens that are alike (tokens per expert), and "
-                "a span has numbers of its own",
-                remedy="They may become the offsets of a grouped product, by cumsum. Loads of experts, and limits to "
-                "what one takes, depend on every row: leave them out in training.",
-            )
+            r.mixes_tokens(node, _COUNTS_MISUSED[0], remedy=_COUNTS_MISUSED[1])
+
+
+_PLACES_MISUSED = (
+    "it computes with the numbers of an order (argsort, sort) of all rows and tokens, and a span has an order of its "
+    "own",
+    "Index by them, undo them by argsort, or divide them by the number of entries of a token with `//`; nothing else "
+    "of them is known for a span.",
+)
+"""What is wrong, and the remedy."""
+_COUNTS_MISUSED = (
+    "it computes with the number of entries of all rows and tokens that are alike (tokens per expert), and a span has "
+    "numbers of its own",
+    "They may become the offsets of a grouped product, by cumsum. Loads of experts, and limits to what one takes, "
+    "depend on every row: leave them out in training.",
+)
 
 
 def _good_places(r: Reader, node: fx.Node, x: fx.Node, mark: Places) -> bool:
@@ -105,12 +108,12 @@ def _good_places(r: Reader, node: fx.Node, x: fx.Node, mark: Places) -> bool:
         return bool(node.args[1] == 1) or not isinstance(r.marks.get(arguments(x)["self"]), Places)
     if name in COPIES:
         return node.meta["val"].dtype in _INTEGERS
-    if name in VIEWS:
+    if name in _FLAT:
         return node.meta["val"].ndim == 1
     if name is aten.index:
-        return x not in _nodes(node.args[0])
+        return x not in tensors(node.args[0])
     if name is aten.index_put:
-        return x not in _nodes(node.args[2])
+        return x not in tensors(node.args[2])
     if is_new(node):
         return True
     if mark.divisor != 1:
@@ -129,12 +132,6 @@ def _good_places(r: Reader, node: fx.Node, x: fx.Node, mark: Places) -> bool:
 def _entries_side_by_side(r: Reader, of: Dim) -> int:
     plain = [i for i, factor in enumerate(of) if not isinstance(factor, tuple)]
     return r.sizes.of_dim(of[plain[-1] + 1 :])[0] if plain else 1
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)
-    return found
 
 
 def _good_counts(r: Reader, node: fx.Node, x: fx.Node, mark: Counted) -> bool:
@@ -165,7 +162,7 @@ def marked(r: Reader, node: fx.Node, layout: Any) -> Any:
     if mark is None or node in r.marks or is_new(node):
         return layout
     if isinstance(mark, Places):
-        if name in (*COPIES, *VIEWS) or (node.target is operator.getitem and node.args[1] == 1):
+        if name in (*COPIES, *_FLAT) or (node.target is operator.getitem and node.args[1] == 1):
             r.marks[node] = mark
         elif name in (aten.floor_divide, aten.div):
             r.marks[node] = replace(mark, divisor=node.args[1])  # type: ignore[arg-type]

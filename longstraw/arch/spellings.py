@@ -14,6 +14,8 @@ from longstraw.compat import expression
 aten = torch.ops.aten
 CASTS = (aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.type_as)
 """Copies, and the same numbers in another dtype."""
+COPIES = (*CASTS, aten.detach)
+"""The same, and the same numbers without their gradient."""
 NOT = (aten.logical_not, aten.bitwise_not)
 SAME_ORDER = (aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze)
 """The same numbers in the same order, with other dims."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
-from types import CodeType
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -56,23 +56,25 @@ def _place(code: CodeType) -> tuple[str, str, int]:
     return code.co_filename, code.co_name, code.co_firstlineno
 
 
+def _stack() -> Iterator[FrameType]:
+    """Yield the frames that are running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _compiling() -> Mapping[str, Any] | None:
     """Return what Dynamo knows of the frame that is being compiled, found on the stack."""
-    frame = sys._getframe()
-    while frame is not None and not {"code", "compiler_fn", "compile_id"} <= frame.f_locals.keys():
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else dict(frame.f_locals)
+    known = {"code", "compiler_fn", "compile_id"}
+    return next((dict(frame.f_locals) for frame in _stack() if known <= frame.f_locals.keys()), None)
 
 
 def remember_model() -> None:
     """Note that the frame that is being compiled runs a model, and so do those that called it."""
     compiling = _compiling()
     if compiling is not None:
-        frames_with_model.add(_place(compiling["code"]))
-        frame = sys._getframe()
-        while frame is not None:
-            frames_with_model.add(_place(frame.f_code))
-            frame = frame.f_back  # type: ignore[assignment]
+        frames_with_model.update(_place(code) for code in (compiling["code"], *(frame.f_code for frame in _stack())))
 
 
 def values_in_reach() -> list[Any]:
@@ -84,30 +86,22 @@ def values_in_reach() -> list[Any]:
         return []
     code: CodeType = compiling["code"]
     values = [*compiling["locals"].values(), *(compiling["globals"].get(name) for name in code.co_names)]
-    frame = sys._getframe()
-    while frame is not None:
+    for frame in _stack():
         if (frame.f_code.co_filename, frame.f_code.co_firstlineno) == (code.co_filename, code.co_firstlineno):
             values += frame.f_locals.values()
         elif "self" in frame.f_locals:
             values.append(frame.f_locals["self"])
-        frame = frame.f_back  # type: ignore[assignment]
     return values
 
 
 def is_part_for_ddp() -> bool:
     """Return whether Dynamo compiles a part of a graph that it has cut for DistributedDataParallel."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch._dynamo.backends.distributed":
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return any(frame.f_globals.get("__name__") == "torch._dynamo.backends.distributed" for frame in _stack())
 
 
 def backend_being_compiled_for() -> tuple[Callable[..., Any] | None, Any]:
     """Return the innermost backend function of the compilation in progress, found on the stack, and its options."""
-    frame = sys._getframe()
-    while frame is not None and "compiler_fn" not in frame.f_locals:
-        frame = frame.f_back  # type: ignore[assignment]
-    found = frame.f_locals["compiler_fn"] if frame is not None else None
+    found = next((frame.f_locals["compiler_fn"] for frame in _stack() if "compiler_fn" in frame.f_locals), None)
     options = None
     while found is not None:
         keywords = getattr(found, "kwargs", None) or getattr(found, "keywords", None) or {}

@@ -414,17 +414,22 @@ def error(got, exact):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pattern", [causal, padded])
 @pytest.mark.parametrize("score", [False, True])
-def test_attend_errs_about_as_much_as_eager_in_the_same_precision(dtype, pattern, score, small_tiles):
-    """At most twice as much, on average over problems: a number that is a long sum may come out exact by luck."""
-    ours, eagers = [], []
+def test_attend_errs_no_more_than_eager_in_the_same_precision(dtype, pattern, score, small_tiles):
+    """Over six problems together: a single number, such as a cap's gradient, may come out exact by luck."""
+    ours, eagers, exacts = [], [], []
     for seed in range(6):
         p = problem(pattern=pattern, ranges=((40, 1), (24, 2)), tokens=32, width=16, score=score, seed=seed).to(dtype)
-        exact_out, exact = dense(p.to(torch.float64))
-        for found, (out, grads) in ((eagers, dense(p)), (ours, longstraw(p, grad_dtype=torch.float32))):
-            found.append([error([got], [want]) for got, want in zip((out, *grads), (exact_out, *exact), strict=True)])
-    rounding = torch.finfo(torch.float32).eps + (0 if dtype is torch.float32 else torch.finfo(dtype).eps / 4)
-    for mine, theirs in zip(*(torch.tensor(errors).mean(0) for errors in (ours, eagers)), strict=True):
-        assert mine <= 2 * theirs + rounding
+        for found, (out, grads) in (
+            (exacts, dense(p.to(torch.float64))),
+            (eagers, dense(p)),
+            (ours, longstraw(p, grad_dtype=torch.float32)),
+        ):
+            found.append([out, *grads])
+    rounding = 4 * torch.finfo(torch.float32).eps + (0 if dtype is torch.float32 else torch.finfo(dtype).eps / 4)
+    for mine, theirs, want in zip(
+        *(map(torch.stack, zip(*x, strict=True)) for x in (ours, eagers, exacts)), strict=True
+    ):
+        assert error([mine], [want]) <= error([theirs], [want]) + rounding
 
 
 def test_bfloat16_error_does_not_grow_with_the_number_of_parts():
