@@ -251,12 +251,17 @@ def _mark_tail(graph: fx.Graph, kinds: dict[fx.Node, str], sizes: Sizes) -> None
     """Mark narrow region values, and values of single tokens, with no hidden value of every token after them."""
     of_rows = _of_single_tokens(graph, kinds, sizes)
     joined = _narrow_parts(graph, kinds, sizes)
+
+    def narrow(node: fx.Node) -> bool:
+        return _is_narrow(node, sizes, joined[node])
+
     leads_on: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         if kinds.get(node) != "region":
             continue
         after = any(user in leads_on for user in node.users)
-        wide = not (node in of_rows or _is_narrow(node, sizes, joined[node])) or (_mixes(node) and not may_mix(node))
+        of_hidden = not may_mix(node) or any(x in joined and not narrow(x) for x in node.all_input_nodes)
+        wide = not (node in of_rows or narrow(node)) or (_mixes(node) and of_hidden)
         if after or wide:
             leads_on.add(node)
         else:

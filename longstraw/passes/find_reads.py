@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from longstraw.arch import aten as aten_rules
 from longstraw.arch import views
 from longstraw.arch.rules import packet, tensors
+from longstraw.passes.trace import drop_unused
 
 aten = torch.ops.aten
 _MOVES = (
@@ -91,7 +92,7 @@ class _Marking:
                 else:
                     self._marks[node] = mark
         self._graph.output((tuple(self._ended), tuple(self.cut)))
-        self._graph.eliminate_dead_code()
+        drop_unused(self._graph)
         return fx.GraphModule(self._objective, self._graph)
 
     def _after(self, node: fx.Node, marked: Sequence[fx.Node]) -> fx.Node | None:

@@ -54,6 +54,9 @@ def find_token_dim(step: Branched) -> Located:
                 reader.demands = demands
                 if _reads_hidden(node, kinds):
                     raise
+            if node in reader.scans:  # narrow: the objective computes it of all tokens at once
+                del reader.scans[node], layouts[node]
+                reader.demands = demands
     return Located(
         step.module,
         step.inputs,

@@ -37,7 +37,7 @@ from longstraw.passes.losses import write_out_losses
 from longstraw.passes.modes import resolve_dtypes, resolve_modes
 from longstraw.passes.products import write_einsums_as_products
 from longstraw.passes.reroll import reroll
-from longstraw.passes.trace import copy_graph
+from longstraw.passes.trace import copy_graph, drop_unused
 from longstraw.stages import Normalised, Traced
 
 aten = torch.ops.aten
@@ -63,11 +63,11 @@ def normalise(traced: Traced) -> Normalised:
     write_einsums_as_products(module.graph)
     write_out_losses(module.graph)
     reroll(module.graph)
-    _eliminate_dead_code(module.graph)
+    drop_unused(module.graph)
     selection.recognise(module, is_score=_two_token_dims(module.graph))
     learns = flow(module.graph, trained=trained)
     attention_rule.recognise(module, is_score=_two_token_dims(module.graph), learns=learns)
-    _eliminate_dead_code(module.graph)
+    drop_unused(module.graph)
     module.graph.lint()
     module.recompile()
     return Normalised(module, traced.inputs, traced.options)
@@ -104,12 +104,6 @@ def _drop_dropout(graph: fx.Graph) -> None:
             if packet(node.target) is not aten.native_dropout:
                 node.replace_all_uses_with(a["input"] if "input" in a else a["self"])
                 graph.erase_node(node)
-
-
-def _eliminate_dead_code(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
 
 
 def _two_token_dims(graph: fx.Graph) -> Any:

@@ -149,6 +149,13 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase what nothing reads, random numbers too."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
 def returns_hidden(gm: fx.GraphModule) -> bool:
     """Return whether values with a hidden dim leave a Dynamo graph: it is a piece of a model."""
     output = next(iter(reversed(gm.graph.nodes)))

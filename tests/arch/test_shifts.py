@@ -68,3 +68,74 @@ def test_what_is_kept_of_a_shift_are_the_last_values() -> None:
 )
 def test_other_shifts_are_refused(shift: Shift) -> None:
     assert_refused("(?s).", Shifted(shift))
+
+
+# --- in the loss: of numbers of each token, computed of all tokens at once ---
+
+
+def rows(prompt: Tensor, responses: Tensor) -> Tensor:
+    return torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+
+
+def log_probs(model: Tiny, ids: Tensor) -> Tensor:
+    """Of every token but the first, `[G, S - 1]`."""
+    return torch.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def lined_up(model: Tiny, ids: Tensor) -> Tensor:
+    return F.pad(log_probs(model, ids), (1, 0))
+
+
+def joined_with_zeros(model: Tiny, ids: Tensor) -> Tensor:
+    found = log_probs(model, ids)
+    return torch.cat([found.new_zeros(found.shape[0], 1), found], 1)
+
+
+def differences(model: Tiny, ids: Tensor) -> Tensor:
+    found = lined_up(model, ids)
+    return found - F.pad(found, (1, -1))
+
+
+def shifted_logits(model: Tiny, ids: Tensor) -> Tensor:
+    return torch.log_softmax(F.pad(model(ids), (0, 0, 1, -1)), -1).gather(-1, ids[..., None]).squeeze(-1)
+
+
+def running_values(model: Tiny, ids: Tensor) -> Tensor:
+    return model.up(model.hidden(ids))[..., 0].cumsum(1)
+
+
+def shifted_values(model: Tiny, ids: Tensor) -> Tensor:
+    return F.pad(model.up(model.hidden(ids))[..., 0], (1, -1))
+
+
+def convolved_values(model: Tiny, ids: Tensor) -> Tensor:
+    values = model.up(model.hidden(ids))[..., :1].mT
+    return F.conv1d(F.pad(values, (1, 0)), torch.tensor([[[0.3, 1.0]]]).double())[:, 0]
+
+
+def hidden_convolved_to_one(model: Tiny, ids: Tensor) -> Tensor:
+    return F.conv1d(F.pad(model.hidden(ids).mT, (1, 0)), torch.ones(1, WIDTH, 2).double())[:, 0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lined_up,
+        joined_with_zeros,
+        differences,
+        shifted_logits,
+        running_values,
+        shifted_values,
+        convolved_values,
+        hidden_convolved_to_one,
+    ],
+)
+@pytest.mark.parametrize("span_tokens", [1, 4, 100])
+def test_numbers_of_each_token_may_be_shifted_and_summed(
+    values: Callable[[Tiny, Tensor], Tensor], span_tokens: int
+) -> None:
+    def loss(model: Tiny, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        return (values(model, rows(prompt, responses))[:, prompt.shape[1] :] * weights).sum()
+
+    torch._dynamo.reset()
+    assert_same(Tiny(), *inputs(), function=loss, span_tokens=span_tokens)

@@ -266,6 +266,19 @@ def test_what_is_read_is_scored_without_gradients_too(mode: Callable[[], Abstrac
         torch.testing.assert_close(compiled(model, *given), clipped(model, *given), rtol=1e-11, atol=1e-12)
 
 
+def test_noise_in_the_loss_is_drawn_once() -> None:
+    def noisy(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        logp, _ = log_probs(model, prompt, responses)
+        return (logp * weights).sum() + (logp * torch.rand_like(logp) * weights).sum()
+
+    torch._dynamo.reset()
+    model, given, found = Tiny(), weighted([24, 3, 0, 11]), []
+    for function in (noisy, torch.compile(noisy, backend="longstraw")):
+        torch.manual_seed(0)
+        found.append((function(model, *given), torch.rand(())))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-12)
+
+
 def test_results_that_are_returned_are_scored() -> None:
     def both(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         logp, _ = log_probs(model, prompt, responses)
