@@ -252,6 +252,10 @@ class Reader:
                     if joined is None:
                         self._mismatch(node, out[i], dim)
                     out[i] = joined
+        if sum(has(dim, Tokens) for dim in out) > 1:
+            self.mixes_tokens(node, "it combines values of every token with those of every other")
+        if sum(has(dim, Rows) for dim in out) > 1:
+            self.mixes_rows(node, "it combines values of every row with those of every other")
         return tuple(out)
 
     def _join(self, a: Dim, b: Dim) -> Dim | None:

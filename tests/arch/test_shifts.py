@@ -117,9 +117,21 @@ def hidden_convolved_to_one(model: Tiny, ids: Tensor) -> Tensor:
     return F.conv1d(F.pad(model.hidden(ids).mT, (1, 0)), torch.ones(1, WIDTH, 2).double())[:, 0]
 
 
+def of_pairs_of_tokens(model: Tiny, ids: Tensor) -> Tensor:
+    found = lined_up(model, ids)
+    return (found[:, :, None] * found[:, None]).tril().sum(-1)
+
+
+def of_pairs_of_rows(model: Tiny, ids: Tensor) -> Tensor:
+    found = lined_up(model, ids)
+    return (found[:, None] * found).mean(1)
+
+
 @pytest.mark.parametrize(
     "values",
     [
+        of_pairs_of_tokens,
+        of_pairs_of_rows,
         lined_up,
         joined_with_zeros,
         differences,
