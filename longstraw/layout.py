@@ -65,6 +65,11 @@ def has(dim: Dim, kind: type) -> bool:
     return any(isinstance(f, kind) or (isinstance(f, Shuffled) and has(f.of, kind)) for f in dim)
 
 
+def over_pairs(layout: Layout, kind: type) -> bool:
+    """Return whether two dims of a layout run over rows, or two over tokens: values of pairs of them."""
+    return sum(has(dim, kind) for dim in layout) > 1
+
+
 def find_dim(layout: Layout, kind: type) -> int | None:
     """Return the index of the one dim that runs over `kind`, or None."""
     return next((i for i, dim in enumerate(layout) if has(dim, kind)), None)

@@ -17,7 +17,7 @@ from torch import fx
 from longstraw import compat
 from longstraw.arch.same_sizes import SizesApart, Symbols
 from longstraw.errors import MixesRows, MixesTokens, UnsupportedOp, user_line
-from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Shuffled, Sizes, Tokens, has, window
+from longstraw.layout import ROWS, Dim, Layout, Probe, Rows, Shuffled, Sizes, Tokens, has, over_pairs, window
 from longstraw.scans.opaque import users_names
 from longstraw.stages import SpanForm
 
@@ -252,10 +252,9 @@ class Reader:
                     if joined is None:
                         self._mismatch(node, out[i], dim)
                     out[i] = joined
-        if sum(has(dim, Tokens) for dim in out) > 1:
-            self.mixes_tokens(node, "it combines values of every token with those of every other")
-        if sum(has(dim, Rows) for dim in out) > 1:
-            self.mixes_rows(node, "it combines values of every row with those of every other")
+        for kind, refuse, things in ((Tokens, self.mixes_tokens, "token"), (Rows, self.mixes_rows, "row")):
+            if over_pairs(tuple(out), kind) and not any(over_pairs(layout, kind) for layout in layouts):
+                refuse(node, f"it combines values of every {things} with those of every other")
         return tuple(out)
 
     def _join(self, a: Dim, b: Dim) -> Dim | None:

@@ -21,6 +21,7 @@ from longstraw.arch import places, selection, views
 from longstraw.arch.rules import LayoutRule, Reader, no_rule_for, op_name, packet
 from longstraw.arch.same_sizes import Symbols
 from longstraw.errors import DropoutActive, LongstrawError, UnsupportedOp, user_line
+from longstraw.layout import Rows, Tokens, over_pairs
 from longstraw.passes.find_branches import is_single_token
 from longstraw.stages import Branched, Located
 
@@ -54,8 +55,10 @@ def find_token_dim(step: Branched) -> Located:
                 reader.demands = demands
                 if _reads_hidden(node, kinds):
                     raise
-            if node in reader.scans:  # narrow: the objective computes it of all tokens at once
-                del reader.scans[node], layouts[node]
+            pairs = node in layouts and (over_pairs(layouts[node], Tokens) or over_pairs(layouts[node], Rows))
+            if node in reader.scans or pairs:  # narrow: the objective computes it of all tokens at once
+                reader.scans.pop(node, None)
+                del layouts[node]
                 reader.demands = demands
     return Located(
         step.module,

@@ -122,6 +122,21 @@ def of_pairs_of_tokens(model: Tiny, ids: Tensor) -> Tensor:
     return (found[:, :, None] * found[:, None]).tril().sum(-1)
 
 
+def matrix_of_pairs_of_tokens(model: Tiny, ids: Tensor) -> Tensor:
+    found = lined_up(model, ids)
+    return (found[:, :, None] @ found[:, None]).tanh().tril().sum(-1)
+
+
+def written_pairs_of_tokens(model: Tiny, ids: Tensor) -> Tensor:
+    found = lined_up(model, ids)
+    return torch.einsum("gi,gj->gij", found, found).tanh().mean(1)
+
+
+def matrix_of_pairs_of_rows(model: Tiny, ids: Tensor) -> Tensor:
+    found = lined_up(model, ids)
+    return (found.T[:, :, None] @ found.T[:, None]).tanh().mean(1).T
+
+
 def of_pairs_of_rows(model: Tiny, ids: Tensor) -> Tensor:
     found = lined_up(model, ids)
     return (found[:, None] * found).mean(1)
@@ -132,6 +147,9 @@ def of_pairs_of_rows(model: Tiny, ids: Tensor) -> Tensor:
     [
         of_pairs_of_tokens,
         of_pairs_of_rows,
+        matrix_of_pairs_of_tokens,
+        matrix_of_pairs_of_rows,
+        written_pairs_of_tokens,
         lined_up,
         joined_with_zeros,
         differences,
