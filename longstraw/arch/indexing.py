@@ -7,9 +7,10 @@ from torch import fx
 
 from longstraw.arch import moe
 from longstraw.arch.rules import IN_TILES, Reader, arguments, packet, tensors
-from longstraw.layout import Layout, Rows, Tokens, has
+from longstraw.layout import Layout, Rows, Tokens, has, over_pairs
 
 aten = torch.ops.aten
+_BY_MASK = "Say which tokens with a mask, as in torch.where(chosen[..., None], value, x)."
 
 
 def embedding(r: Reader, node: fx.Node) -> Layout:
@@ -53,8 +54,9 @@ def taken_along(r: Reader, node: fx.Node) -> Layout:
 def scattered(r: Reader, node: fx.Node) -> Layout:
     """Entries written along a plain dim, for every token."""
     a = arguments(node)
-    if packet(node.target) is aten.index_add:
-        r.keep(node, r.operand(node, a["index"])[0], "it adds up what several tokens write")
+    if packet(node.target) in (aten.index_add, aten.index_copy, aten.index_fill):
+        for dim in _listed(r, node, a["index"]):
+            r.keep(node, dim, "it writes what several tokens say to one place")
     like = next((r.layouts[x] for x in tensors(node.args) if x in r.layouts), None)
     out = r.layouts.get(a["self"])
     if out is None:
@@ -72,6 +74,16 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
             r.keep(node, layout[d], "it writes what several tokens say to one place")
             r.merge(node, [_without(out, d), _without(layout, d)])
     return out
+
+
+def _listed(r: Reader, node: fx.Node, index: fx.Node) -> Layout:
+    """Return the layout of an index; one of any other size than rows' and tokens' is a list, the same for all."""
+    shape = r.shape(index)
+    if not r.is_light(index) or r.sizes.locate_shape(shape) is not None or r.sizes.has_window(shape):
+        return r.operand(node, index)
+    layout = tuple((size,) for size in shape)
+    r.read(node, index, layout)
+    return layout
 
 
 def _without(layout: Layout, d: int) -> Layout:
@@ -121,10 +133,33 @@ def indexed(r: Reader, node: fx.Node) -> Layout:
     if not mixing:
         if any(index in r.marks for index in indices):
             r.mixes_tokens(node, "it reads a table by the places of entries in an order, and a span has its own")
-        picked = r.merge(node, [r.operand(node, indices[i]) for i in places])
+        read = _listed if source_node in r.layouts else Reader.operand
+        picked = r.merge(node, [read(r, node, indices[i]) for i in places])
         if places != list(range(places[0], places[-1] + 1)):
             r.unsupported(node, "its index tensors stand in dims that are not neighbours")
-        return (*source[: places[0]], *picked, *source[places[-1] + 1 :])
+        out = (*source[: places[0]], *picked, *source[places[-1] + 1 :])
+        if over_pairs(out, Tokens):
+            r.mixes_tokens(node, "it reads of every token what an index says of every other")
+        if over_pairs(out, Rows):
+            r.mixes_rows(node, "it reads of every row what an index says of every other")
+        return out
     if places == [0] and mixing == [0]:
         return (moe.dispatched(r, node, source[0], indices[0]), *source[1:])
     r.unsupported(node, "it picks tokens or rows by index")
+
+
+def index_written(r: Reader, node: fx.Node) -> Layout:
+    """`x[..., i] = values`: entries of plain dims written, the same ones for every token; or the inverse of an order."""
+    a = arguments(node)
+    places = [i for i, index in enumerate(a["indices"]) if index is not None]
+    out = r.layouts.get(a["self"])
+    if out is None or not all(r.is_light(a["indices"][i]) for i in places):
+        return moe.inverse_written(r, node)
+    picked = r.merge(node, [_listed(r, node, a["indices"][i]) for i in places])
+    for dim in (*(out[i] for i in places), *picked):
+        r.keep(node, dim, "it writes to places along that dim", remedy=_BY_MASK)
+    if places != list(range(places[0], places[-1] + 1)):
+        r.unsupported(node, "its index tensors stand in dims that are not neighbours")
+    written = (*out[: places[0]], *picked, *out[places[-1] + 1 :])
+    r.merge(node, [written, r.layouts.get(a["values"]) or r.align(node, a["values"], written)])
+    return out

@@ -146,7 +146,10 @@ class Reader:
         if not self.is_light(node):  # parameters and what depends only on them
             return tuple(() if size == (1, 1) else (size,) for size in shape)
         located = self._in_the_window_of(shape) if self.sizes.has_window(shape) else None
-        located = located or self.sizes.locate_shape(shape) or self._in_the_window_of(shape)
+        if located is None:
+            located = self.sizes.locate_shape(shape)
+        if located is None:
+            located = self._in_the_window_of(shape)
         if located is None:
             for i in range(len(shape)):
                 self.refuse_unless_equal(user, node, i)

@@ -91,6 +91,15 @@ def permuted(r: Reader, node: fx.Node) -> Layout:
     return tuple(source[d] for d in order)
 
 
+def expanded_as(r: Reader, node: fx.Node) -> Layout:
+    """Dims of size 1 repeated up to those of another value."""
+    x, other = tensors(node.args)
+    if other not in r.layouts:
+        return expanded(r, node)
+    out = r.layouts[other]
+    return r.merge(node, [out, r.layouts.get(x) or r.align(node, x, out)])
+
+
 def expanded(r: Reader, node: fx.Node) -> Layout:
     """Dims of size 1 repeated; a new dim is judged by its size."""
     source = r.operand(node, tensors(node.args)[0])

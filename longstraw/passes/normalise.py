@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ def normalise(traced: Traced) -> Normalised:
     _pad_in_place_of_joining_zeros(module.graph)
     _narrow_before_expanding(module.graph)
     _gather_where_indices_count(module.graph)
+    _select_where_masks_write(module.graph)
     write_einsums_as_products(module.graph)
     write_out_losses(module.graph)
     reroll(module.graph)
@@ -267,7 +268,7 @@ def _narrow_before_expanding(graph: fx.Graph) -> None:
 
 
 def _gather_where_indices_count(graph: fx.Graph) -> None:
-    """Write `x[arange(rows)[:, None], arange(tokens), chosen]` as a gather along the last dim."""
+    """Write `x[arange(rows)[:, None], arange(tokens), chosen]` as a gather along the last dim of the first tokens."""
     for node in list(graph.nodes):
         if packet(node.target) is not aten.index:
             continue
@@ -277,12 +278,16 @@ def _gather_where_indices_count(graph: fx.Graph) -> None:
         if len(indices) != len(shape) or len(indices) < 2 or any(index is None for index in indices):
             continue
         *counting, chosen = indices
-        if chosen.meta["val"].dtype != torch.int64 or not same_sizes(chosen.meta["val"].shape, shape[:-1]):
+        sizes = chosen.meta["val"].shape
+        if chosen.meta["val"].dtype != torch.int64 or len(sizes) != len(shape) - 1:
             continue
-        if all(_counts(index, d, shape) for d, index in enumerate(counting)):
+        if all(_counts(index, d, sizes) for d, index in enumerate(counting)):
             with graph.inserting_before(node):
                 call = functools.partial(emit, graph, node)
-                from_end = call(aten.add.Tensor, chosen, shape[-1])
+                for d, size in enumerate(sizes):
+                    if not same_sizes([size], shape[d : d + 1]):
+                        x = call(aten.slice.Tensor, x, d, 0, _size(call, chosen, d))
+                from_end = call(aten.add.Tensor, chosen, _size(call, x, -1))
                 chosen = call(aten.where.self, call(aten.lt.Scalar, chosen, 0), from_end, chosen)
                 picked = call(aten.gather.default, x, -1, call(aten.unsqueeze.default, chosen, -1))
                 new = call(aten.squeeze.dim, picked, -1)
@@ -290,17 +295,44 @@ def _gather_where_indices_count(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _counts(index: fx.Node, d: int, shape: Sequence[Any]) -> bool:
-    """Return whether an index has the number i wherever the result's dim `d` is at i."""
+def _select_where_masks_write(graph: fx.Graph) -> None:
+    """Write `x[mask] = number` as a `where`."""
+    for node in list(graph.nodes):
+        if packet(node.target) is not aten.index_put:
+            continue
+        a = arguments(node)
+        x, value, indices = a["self"], a["values"], a["indices"]
+        given = [d for d, index in enumerate(indices) if index is not None]
+        if len(given) != 1 or value.meta["val"].ndim or a["accumulate"]:
+            continue
+        mask = indices[given[0]]
+        if mask.meta["val"].dtype != torch.bool:
+            continue
+        with graph.inserting_before(node):
+            call = functools.partial(emit, graph, node)
+            for _ in range(x.meta["val"].ndim - given[0] - mask.meta["val"].ndim):
+                mask = call(aten.unsqueeze.default, mask, -1)
+            new = call(aten.where.self, mask, value, x)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _size(call: Callable[..., fx.Node], node: fx.Node, d: int) -> int | fx.Node:
+    size = node.meta["val"].shape[d]
+    return size if isinstance(size, int) else call(aten.sym_size.int, node, d)
+
+
+def _counts(index: fx.Node, d: int, result: Sequence[Any]) -> bool:
+    """Return whether an index has the number i wherever dim `d` of a result of such sizes is at i."""
     sizes = index.meta["val"].shape
-    at = d - len(shape) + 1 + len(sizes)
+    at = d - len(result) + len(sizes)
     one_dim = at >= 0 and all(i == at or size == 1 for i, size in enumerate(sizes))
     while packet(index.target) in (aten.unsqueeze, aten.reshape, aten.view):
         index = index.args[0]  # type: ignore[assignment]
     if (
         not one_dim
         or packet(index.target) is not aten.arange
-        or not same_sizes(index.meta["val"].shape, shape[d : d + 1])
+        or not same_sizes(index.meta["val"].shape, result[d : d + 1])
     ):
         return False
     a = arguments(index)

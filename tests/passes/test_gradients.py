@@ -14,7 +14,7 @@ from longstraw.passes.gradients import flow
 
 
 def traced(function: Callable[..., object]) -> fx.Graph:
-    return make_fx(function)(torch.randn(3), torch.randn(3)).graph
+    return make_fx(function, pre_dispatch=True)(torch.randn(3), torch.randn(3)).graph
 
 
 @pytest.mark.parametrize(
