@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -140,6 +141,25 @@ class CompiledTooOften(LongstrawError, RuntimeError):
             remedy="Pass what changes at each call as a tensor of no dims, torch.tensor(coefficient), and collect "
             "metrics outside of the step; TORCH_LOGS=recompiles shows every reason. To compare options on one "
             "function, call torch._dynamo.reset() in between.",
+        )
+
+
+class ModeActive(LongstrawError, RuntimeError):
+    """A mode that sees every operator is active, under which Dynamo compiles nothing and runs the step eagerly.
+
+    Args:
+        function: the name of the function that it would run.
+        modes: the classes of the modes.
+        where: where the function is.
+    """
+
+    def __init__(self, function: str, *, modes: Sequence[str], where: str) -> None:
+        super().__init__(
+            f"{function} was called under {' and '.join(modes)}, a mode that sees every operator: Dynamo compiles "
+            "nothing there and would run it eagerly, now and from now on.",
+            where=where,
+            remedy="Call the step outside of the mode; to count an eager step's operators, call the function that was "
+            "given to torch.compile.",
         )
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.fx.experimental._config as fx_config
 from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from longstraw import compat
-from longstraw.errors import CompiledTooOften
+from longstraw.errors import CompiledTooOften, ModeActive
 
 
 def graphs(function: object, *args: object, fullgraph: bool = True) -> list[fx.GraphModule]:
@@ -95,6 +96,26 @@ def test_a_frame_compiled_too_often_is_refused_if_it_ran_a_model(has_model: bool
         with pytest.raises(CompiledTooOften, match="key") if has_model else contextlib.nullcontext():
             compiled(torch.ones(2), "bc")
     compat.frames.frames_with_model.clear()
+
+
+def test_a_call_under_a_mode_that_sees_operators_is_refused_and_not_remembered() -> None:
+    calls: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        def run(*args: object) -> object:
+            calls.append(1)
+            return gm(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: x + 1, backend=compat.trace_backward_inside(backend))
+    for warm in (False, True):
+        with pytest.raises(ModeActive, match="FlopCounterMode"), FlopCounterMode(display=False):
+            compiled(torch.ones(2))
+        compiled(torch.ones(2))
+        assert len(calls) == 1 + warm
+    with FlopCounterMode(display=False):  # other backends keep what Dynamo does
+        assert torch.compile(lambda x: x + 2, backend="eager")(torch.ones(())) == 3
 
 
 def test_a_loop_that_calls_backward_is_one_graph_also_after_a_reset() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from longstraw.runtime.plan import Plan
 from longstraw.runtime.prefix_tree import walk
 from longstraw.runtime.state import Store
 from tests import small
-from tests.small import VOCABULARY, Tiny
+from tests.small import HEADS, KEY_HEADS, VOCABULARY, Tiny, assert_same, inputs
 
 Tree = tuple[int, list["Tree"]]
 
@@ -200,3 +201,35 @@ def test_rows_of_equal_values_share_only_what_is_one_value(
     for got, want in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
     assert trees[-1].stop == shared  # a prompt's last token predicts another token in each row
+
+
+class SeenBySegments(Tiny):
+    """Two attentions under a mask `[2, G, S, S + 5]` of an input `[2, G, S + 5]`, the second half of which counts."""
+
+    def forward(self, ids: Tensor, seen: Tensor) -> Tensor:
+        self.seen = seen
+        return self.head(self.hidden(ids))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for _ in range(2):
+            x = x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
+        return x
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.query(x), HEADS), *(self.heads(f(x), KEY_HEADS) for f in (self.key, self.value))
+        k, v = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (k, v))
+        of_query, of_key = torch.arange(x.shape[1])[:, None], torch.arange(self.seen.shape[-1])
+        mask = (of_key <= of_query) & ((self.seen[:, :, None, :] > 0) | (of_key == of_query))
+        mask = mask.view(2, self.seen.shape[1], x.shape[1], self.seen.shape[2])[..., : x.shape[1]]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[1][:, None])
+
+
+def test_rows_whose_masks_differ_share_no_prompt_wherever_the_masks_have_their_rows() -> None:
+    def step(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor, seen: Tensor) -> Tensor:
+        logits = model(torch.cat([prompt.expand(len(responses), -1), responses], 1), seen)[:, prompt.shape[1] - 1 : -1]
+        return (torch.log_softmax(logits, -1).gather(-1, responses[..., None]).squeeze(-1) * weights).sum()
+
+    torch._dynamo.reset()
+    seen = (torch.rand(3, 18, generator=torch.Generator().manual_seed(3)) < 0.5).long()
+    assert_same(SeenBySegments(), *inputs(9, 4, 3), torch.stack([seen.flip(-1), seen]), function=step)

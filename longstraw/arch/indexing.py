@@ -149,7 +149,7 @@ def indexed(r: Reader, node: fx.Node) -> Layout:
 
 
 def index_written(r: Reader, node: fx.Node) -> Layout:
-    """`x[..., i] = values`: entries of plain dims written, the same ones for every token; or the inverse of an order."""
+    """`x[..., i] = values`: the same entries written for every token; or the inverse of an order."""
     a = arguments(node)
     places = [i for i, index in enumerate(a["indices"]) if index is not None]
     out = r.layouts.get(a["self"])

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
+from longstraw.arch.spellings import CASTS
 from longstraw.compat import expression
 from longstraw.layout import ROWS, Dim, Layout, Rows, Tokens, has
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
@@ -93,7 +94,7 @@ def convolved(r: Reader, node: fx.Node) -> Layout:
         r.unsupported(node, "its input is not laid out as [rows, channels, tokens]")
     if stride != 1 or not isinstance(padding, int):
         r.unsupported(node, "it convolves tokens with a stride or with padding given by name")
-    if r.sizes.probe(token.start) != (0, 0) and not _is_zero_padding(a["input"]):
+    if r.sizes.probe(token.start) != (0, 0) and not _is_zero_padding(a["input"], token):
         r.unsupported(node, "its input doesn't begin with the first token")
     reach = dilation * (width - 1)
     channels = int(a["input"].meta["val"].shape[1])
@@ -108,10 +109,15 @@ def convolved(r: Reader, node: fx.Node) -> Layout:
     return (source[0], out_channels, (Tokens(token.start - padding + reach, token.stop + padding),))
 
 
-def _is_zero_padding(node: fx.Node) -> bool:
-    while packet(node.target) in (aten.to, aten._to_copy, aten.clone, aten.contiguous):
+def _is_zero_padding(node: fx.Node, token: Tokens) -> bool:
+    """Return whether a value `[rows, channels, tokens]` has zeros, from a padding, for all tokens before the first."""
+    while packet(node.target) in CASTS:
         node = node.args[0]  # type: ignore[assignment]
-    return packet(node.target) in (aten.pad, aten.constant_pad_nd)
+    if packet(node.target) not in (aten.pad, aten.constant_pad_nd):
+        return False
+    before, *others = arguments(node)["pad"]  # what pads tokens itself was checked to begin at token 0
+    before = expression(before.meta["val"] if isinstance(before, fx.Node) else before)
+    return bool(before.is_positive and token.start + before == 0) and not any(others[1:])
 
 
 def padded_tokens(r: Reader, node: fx.Node, source: Layout) -> Layout | None:
@@ -134,6 +140,8 @@ def padded_tokens(r: Reader, node: fx.Node, source: Layout) -> Layout | None:
     if (
         before.is_Integer
         and before > 0
+        and after.is_Integer
+        and after <= 0
         and r.same_window(Tokens(token.start, token.stop + after + before), r.sizes.full)
     ):
         return _shifted(r, node, source, d, int(before))

@@ -20,7 +20,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import PolyfilledFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 
-from longstraw.compat.frames import backend_being_compiled_for, refuse_at_the_limit
+from longstraw.compat.frames import backend_being_compiled_for, refuse_at_the_limit, refuse_under_modes
 
 Backend = TypeVar("Backend", bound=Callable[..., Any])
 
@@ -64,6 +64,7 @@ class _Tracing:
             callback_handler.run_start_callbacks = run_start  # type: ignore[method-assign]
             callback_handler.run_end_callbacks = run_end  # type: ignore[method-assign]
             refuse_at_the_limit()
+            refuse_under_modes()
 
     def _start(self) -> None:
         backend, options = backend_being_compiled_for()

@@ -12,8 +12,9 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._dynamo import convert_frame
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from longstraw.errors import CompiledTooOften, function_line
+from longstraw.errors import CompiledTooOften, ModeActive, function_line
 
 
 def refuse_at_the_limit() -> None:
@@ -40,6 +41,29 @@ def refuse_at_the_limit() -> None:
         return exceeded, limit
 
     convert_frame.exceeds_recompile_limit = checked  # type: ignore[attr-defined]
+
+
+def refuse_under_modes() -> None:
+    """Raise where Dynamo would run a frame for a backend of ours eagerly, because a dispatch mode is active."""
+    for name in ("is_in_any_mode_without_ignore_compile_internals", "any_torch_dispatch_mode_on_stack"):
+        if hasattr(convert_frame, name):
+            setattr(convert_frame, name, _refusing(getattr(convert_frame, name)))
+
+
+def _refusing(is_in_mode: Callable[[], bool]) -> Callable[[], bool]:
+    def checked() -> bool:
+        found = is_in_mode()
+        asking = sys._getframe(1).f_locals
+        if found and not asking.get("is_skipfile", True):
+            backend, _ = _innermost(asking["self"])
+            if getattr(backend, "traces_backward", False):
+                code = asking["frame"].f_code
+                modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+                where = function_line(code.co_filename, code.co_firstlineno, code.co_name)
+                raise ModeActive(code.co_name, modes=modes, where=where)
+        return found
+
+    return checked
 
 
 def _failed_guard(reason: str) -> str:
@@ -101,7 +125,13 @@ def is_part_for_ddp() -> bool:
 
 def backend_being_compiled_for() -> tuple[Callable[..., Any] | None, Any]:
     """Return the innermost backend function of the compilation in progress, found on the stack, and its options."""
-    found = next((frame.f_locals["compiler_fn"] for frame in _stack() if "compiler_fn" in frame.f_locals), None)
+    return _innermost(
+        next((frame.f_locals["compiler_fn"] for frame in _stack() if "compiler_fn" in frame.f_locals), None)
+    )
+
+
+def _innermost(found: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None, Any]:
+    """Return the backend function in wrappers of Dynamo's, and its options."""
     options = None
     while found is not None:
         keywords = getattr(found, "kwargs", None) or getattr(found, "keywords", None) or {}

@@ -20,9 +20,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from longstraw import compat
 from longstraw.arch import aten as aten_rules
 from longstraw.arch import views
 from longstraw.arch.rules import packet, tensors
+from longstraw.passes.modes import restore_autocast
 from longstraw.passes.trace import drop_unused
 
 aten = torch.ops.aten
@@ -83,6 +85,8 @@ class _Marking:
             self._marks[node] = self._graph.placeholder(f"mark_{i}")
         for node in [node for node in self._objective.graph.nodes if node.op != "placeholder"]:
             marked = [x for x in node.all_input_nodes if x in self._marks]
+            if node.target in (compat.enter_autocast, compat.exit_autocast):
+                continue
             if node.op != "output":
                 self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
             if marked and packet(node.target) not in _SIZES:
@@ -93,7 +97,7 @@ class _Marking:
                     self._marks[node] = mark
         self._graph.output((tuple(self._ended), tuple(self.cut)))
         drop_unused(self._graph)
-        return fx.GraphModule(self._objective, self._graph)
+        return restore_autocast(fx.GraphModule(self._objective, self._graph))
 
     def _after(self, node: fx.Node, marked: Sequence[fx.Node]) -> fx.Node | None:
         """Return the mark of an op's result, or None where marks end."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from longstraw.blocks import BlockProgram, Read, Side
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.numbers import Numbers
 from longstraw.stages import Stateful, TokenInput
@@ -123,15 +124,21 @@ class RowComparison:
                 place = self._place(t.layout)
                 layouts[t.node, place, first if place.token_dim is None else 0] = None
         found: list[_Read] = []
-        for node in (node for program in self._branch.masks for node in program.inputs):
-            if not isinstance(node.meta.get("val"), Tensor):
-                continue
-            located = self._numbers.sizes.locate_shape(self._numbers.sizes.shape(node.meta["val"]))
-            value = self._values[node]
-            if located is not None:
-                layouts[node, self._place(located), 0] = None
-            elif value.shape[0] == self._numbers.rows:  # tokens unknown: rows are equal as a whole or not at all
-                found.append(_Read(_bits(value.reshape(self._numbers.rows, -1)), 0, by_token=False))
+        for program in self._branch.masks:
+            for i, node in enumerate(program.inputs):
+                if not isinstance(node.meta.get("val"), Tensor):
+                    continue
+                located = self._numbers.sizes.locate_shape(self._numbers.sizes.shape(node.meta["val"]))
+                by_size = None if located is None else self._place(located)
+                if by_size is not None:
+                    layouts[node, by_size, 0] = None
+                dims, value = _row_dims(program, i), self._values[node]
+                if by_size is None and value.shape[0] == self._numbers.rows:
+                    dims.add(0)  # a lookup may read it whole
+                for dim in dims - {by_size and by_size.row_dim}:
+                    # tokens unknown: rows are equal as a whole or not at all
+                    rows = value.movedim(dim, 0).reshape(self._numbers.rows, -1)
+                    found.append(_Read(_bits(rows), 0, by_token=False))
         for node, place, first in layouts:
             value = self._values[node]
             if place.row_dim is None or not isinstance(value, Tensor):
@@ -144,6 +151,12 @@ class RowComparison:
                 moved = parts.movedim((place.row_dim, place.token_dim), (0, 1))
                 found.append(_Read(_bits(moved), place.start, by_token=True))
         return found
+
+
+def _row_dims(program: BlockProgram, number: int) -> set[int]:
+    """Return which dims of an input a mask's program takes for rows."""
+    reads = [step for step in program.steps if isinstance(step, Read) and step.input == number]
+    return {d for read in reads for d, cut in enumerate(read.cuts) if cut is not None and cut.side is Side.ROW}
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -158,6 +158,31 @@ def test_factors_may_be_sizes_and_ints(tokens_scored: list[int]) -> None:
         torch.testing.assert_close(scaled(n, model, *given), n * times_numbers(model, *given), rtol=1e-11, atol=1e-11)
 
 
+def of_means_in_bfloat16(model: nn.Module, prompt: Tensor, responses: Tensor, rewards: Tensor) -> Tensor:
+    """Advantages that are zero in float32, and not in the bfloat16 of a matrix product under autocast."""
+    with torch.autocast("cpu", enabled=False):
+        logp, _ = log_probs(model, prompt, responses)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mean = rewards[None] @ torch.full((len(rewards), 1), 1 / len(rewards))
+    return (logp * (rewards - mean.float().squeeze())[:, None].double()).sum()
+
+
+def of_means_in_float32(model: nn.Module, prompt: Tensor, responses: Tensor, rewards: Tensor) -> Tensor:
+    """Factors that would be zero in the bfloat16 that is in force around the step."""
+    with torch.autocast("cpu", enabled=False):
+        logp, _ = log_probs(model, prompt, responses)
+        mean = rewards[None] @ torch.full((len(rewards), 1), 1 / len(rewards))
+    return (logp * (1 - mean.squeeze()).double()).sum()
+
+
+@pytest.mark.parametrize("loss", [of_means_in_bfloat16, of_means_in_float32])
+def test_factors_are_judged_in_the_dtype_in_which_the_loss_computes_them(loss: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    prompt, responses, _ = weighted([5, 5, 5, 5])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=loss is of_means_in_float32):
+        assert_same(Tiny(), prompt, responses, torch.full((4,), 1 + 2**-10), function=loss)
+
+
 def test_a_row_without_advantage_is_not_scored(tokens_scored: list[int]) -> None:
     def loss(model: nn.Module, prompt: Tensor, responses: Tensor, advantages: Tensor) -> Tensor:
         logp, _ = log_probs(model, prompt, responses)
