@@ -79,7 +79,7 @@ def emit(graph: fx.Graph, like: fx.Node, op: Any, /, *args: Any, **kwargs: Any) 
     """Insert an op at the graph's insertion point: with the fake value of its result, and `like`'s line and modes."""
     node = graph.call_function(op, args, kwargs)
     fakes, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with compat.autocast_state(like.meta.get("autocast", ())):
+    with compat.autocast_state(like.meta.get("autocast", ())), compat.fake_mode((fakes, named)):
         node.meta = {**like.meta, "val": op(*fakes, **named)}
     return node
 

@@ -10,6 +10,7 @@ import sympy
 import torch
 import torch._dynamo
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,7 +52,11 @@ tree_leaves, tree_flatten, tree_unflatten = pytree.tree_leaves, pytree.tree_flat
 def fake_mode(value: Any) -> contextlib.AbstractContextManager[Any]:
     """Return the mode that the first fake tensor of a structure belongs to; one that does nothing without any."""
     modes = [leaf.fake_mode for leaf in pytree.tree_leaves(value) if hasattr(leaf, "fake_mode")]
-    return modes[0] if modes else contextlib.nullcontext()
+    found = contextlib.ExitStack()
+    if modes:
+        found.enter_context(enable_python_dispatcher())  # 2.11's own linear asks for sizes that are numbers
+        found.enter_context(modes[0])
+    return found
 
 
 def new_fake_mode() -> Any:
