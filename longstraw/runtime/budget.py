@@ -119,7 +119,8 @@ class Budget:
         Raises:
             BudgetTooSmall: none fits.
         """
-        key = (budget, shape, has_host, torch.is_grad_enabled(), bytes_of(_earlier_gradients(inputs)))
+        given = bytes_of(inputs), bytes_of(_earlier_gradients(inputs))
+        key = (budget, shape, has_host, torch.is_grad_enabled(), given)
         if key not in self._chosen:
             found = [self.estimate(plans, shape, inputs) for plans in self._candidates(shape, has_host)]
             fitting = [estimate for estimate in found if estimate.peak <= budget]

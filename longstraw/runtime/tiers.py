@@ -88,6 +88,10 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
             remedy="Name a folder that exists and can be written to: options={'state_tier': FOLDER}.",
         ) from error
     try:
+        opened = f"/proc/self/fd/{handle}"
+        if os.path.exists(opened):  # without a name already now: a process that is killed leaves nothing
+            os.unlink(path)
+            path = opened
         if size > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if hasattr(os, "posix_fallocate"):
@@ -108,8 +112,9 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: str, owner: str)
             remedy="A process has a limit on mappings (vm.max_map_count): use longer spans or a larger boundary_every.",
         ) from error
     finally:
+        if path != opened:
+            os.unlink(path)
         os.close(handle)
-        os.unlink(path)
 
 
 class Staging:

@@ -19,6 +19,7 @@ from longstraw.runtime import step as step_module
 from longstraw.runtime.budget import Budget, Estimate
 from longstraw.runtime.live_bytes import LiveBytes
 from longstraw.runtime.plan import Plan, Shape
+from tests import small
 from tests.models import zoo
 from tests.steps import STEPS
 from tests.sweeps import sweep
@@ -217,3 +218,15 @@ def test_of_two_plans_the_one_that_works_less_is_chosen(better: Callable[[], tup
     one, other = better()
     shape = Shape(prompt=4096, response=64, rows=8, results=64, shared=4096)
     assert _work(one, shape, trained=True) < _work(other, shape, trained=True)
+
+
+def test_a_plan_is_not_taken_over_to_larger_inputs_of_other_kinds() -> None:
+    def with_more(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor, more: Tensor) -> Tensor:
+        return small.step(model, prompt, responses, weights) + more.double().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(with_more, backend="longstraw", options={"memory_budget": "3MiB"})
+    given = small.Tiny(), *small.inputs()
+    compiled(*given, torch.zeros(100))
+    with pytest.raises(BudgetTooSmall):
+        compiled(*given, torch.zeros(4 << 20))

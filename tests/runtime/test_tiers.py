@@ -215,10 +215,13 @@ def test_files_are_private_and_have_no_name_while_in_use(monkeypatch: pytest.Mon
     assert float(state.sum()) == 7 * 6
 
 
-def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["making room", "done"])
+def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path, when: str) -> None:
     source = f"""
         import os, signal, torch
         from longstraw.runtime.tiers import Tier
+        if {when!r} == "making room":
+            os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         state = Tier({str(tmp_path)!r}, torch.device("cpu")).empty((1, 1, 100, 8), torch.float32, owner="the test")
         state.fill_(1)
         os.kill(os.getpid(), signal.SIGKILL)
