@@ -10,6 +10,7 @@ from longstraw.arch.rules import IN_TILES, Reader, arguments, packet, tensors
 from longstraw.layout import Layout, Rows, Tokens, has, over_pairs
 
 aten = torch.ops.aten
+_TO_ONE_PLACE = "writes what several tokens say to one place"
 _BY_MASK = "Say which tokens with a mask, as in torch.where(chosen[..., None], value, x)."
 
 
@@ -55,8 +56,9 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
     """Entries written along a plain dim, for every token."""
     a = arguments(node)
     if packet(node.target) in (aten.index_add, aten.index_copy, aten.index_fill):
+        adds = packet(node.target) is aten.index_add
         for dim in _listed(r, node, a["index"]):
-            r.keep(node, dim, "it writes what several tokens say to one place")
+            r.keep(node, dim, f"it {'adds up what several tokens write' if adds else _TO_ONE_PLACE}")
     like = next((r.layouts[x] for x in tensors(node.args) if x in r.layouts), None)
     out = r.layouts.get(a["self"])
     if out is None:
@@ -71,7 +73,7 @@ def scattered(r: Reader, node: fx.Node) -> Layout:
         other = a.get(name)
         if isinstance(other, fx.Node) and len(r.shape(other)) == len(out):
             layout = r.layouts.get(other) or r.align(node, other, _other_at(r, node, other, out, d))
-            r.keep(node, layout[d], "it writes what several tokens say to one place")
+            r.keep(node, layout[d], f"it {_TO_ONE_PLACE}")
             r.merge(node, [_without(out, d), _without(layout, d)])
     return out
 
