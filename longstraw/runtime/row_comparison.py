@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longstraw.blocks import BlockProgram, Read, Side
+from longstraw.blocks import BlockProgram, Count, Read, Side
 from longstraw.runtime.layouts import Place
 from longstraw.runtime.numbers import Numbers
 from longstraw.stages import Stateful, TokenInput
@@ -121,23 +121,19 @@ class RowComparison:
         segment = self._branch.segment
         for graph, first in ((segment.body, 0), *((h.graph, self._place(((h.window,),)).start) for h in segment.heads)):
             for t in graph.inputs.tokens:
-                place = self._place(t.layout)
-                layouts[t.node, place, first if place.token_dim is None else 0] = None
+                own = self._place(t.layout)
+                layouts[t.node, own, first if own.token_dim is None else 0] = None
         found: list[_Read] = []
         for program in self._branch.masks:
-            for i, node in enumerate(program.inputs):
-                if not isinstance(node.meta.get("val"), Tensor):
-                    continue
+            if any(isinstance(step, Count) and step.cut.side is Side.ROW for step in program.steps):
+                found.append(_Read(torch.arange(self._numbers.rows)[:, None], 0, by_token=False))
+            for node, dim in _read_by_row(program):
                 located = self._numbers.sizes.locate_shape(self._numbers.sizes.shape(node.meta["val"]))
-                by_size = None if located is None else self._place(located)
-                if by_size is not None:
-                    layouts[node, by_size, 0] = None
-                dims, value = _row_dims(program, i), self._values[node]
-                if by_size is None and value.shape[0] == self._numbers.rows:
-                    dims.add(0)  # a lookup may read it whole
-                for dim in dims - {by_size and by_size.row_dim}:
-                    # tokens unknown: rows are equal as a whole or not at all
-                    rows = value.movedim(dim, 0).reshape(self._numbers.rows, -1)
+                place = None if located is None else self._place(located)
+                if place is not None and place.row_dim == dim:
+                    layouts[node, place, 0] = None
+                else:  # tokens unknown: rows are equal as a whole or not at all
+                    rows = self._values[node].movedim(dim, 0).reshape(self._numbers.rows, -1)
                     found.append(_Read(_bits(rows), 0, by_token=False))
         for node, place, first in layouts:
             value = self._values[node]
@@ -153,10 +149,15 @@ class RowComparison:
         return found
 
 
-def _row_dims(program: BlockProgram, number: int) -> set[int]:
-    """Return which dims of an input a mask's program takes for rows."""
-    reads = [step for step in program.steps if isinstance(step, Read) and step.input == number]
-    return {d for read in reads for d, cut in enumerate(read.cuts) if cut is not None and cut.side is Side.ROW}
+def _read_by_row(program: BlockProgram) -> dict[tuple[fx.Node, int], None]:
+    """Return of which inputs, along which of their dims, a mask's program reads for each row another part."""
+    return {
+        (program.inputs[read.input], dim): None
+        for read in program.steps
+        if isinstance(read, Read)
+        for dim, cut in enumerate(read.cuts)
+        if cut is not None and cut.side is Side.ROW
+    }
 
 
 def _bits(value: Tensor) -> Tensor:
