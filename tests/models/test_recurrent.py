@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -463,6 +464,40 @@ def test_a_scan_that_contradicts_itself_is_refused(message: str, capfd: pytest.C
     assert f"Scan of {rule.function.__name__} " in text and "A Scan must satisfy" in text and "Rule(op" not in text
     assert "test_recurrent.py" in text
     assert "Traceback" not in capfd.readouterr().err
+
+
+def in_chunks(x: Tensor, rate: Tensor) -> Tensor:
+    if x.shape[1] % 16:
+        raise ValueError("a chunk has 16 tokens")
+    return leaky(x, rate)
+
+
+def on_another_device(x: Tensor, rate: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for the CPU")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_scan_is_tried_with_as_many_tokens_as_its_function_takes(right: bool) -> None:
+    rule = longstraw.Scan(
+        in_chunks,
+        lambda x, rate, state: leaky_step(x, rate if right else 2 * rate, state),
+        state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]),
+    )
+    torch._dynamo.reset()
+    refused = pytest.raises(LongstrawError, match="doesn't compute what in_chunks does")
+    with contextlib.nullcontext() if right else refused:
+        assert_same(Mixed(lambda m, x: in_chunks(x, m.learned)), *inputs(11, 5), rules=(rule,))
+
+
+def test_a_scan_that_cannot_be_tried_says_so() -> None:
+    rule = longstraw.Scan(on_another_device, leaky_step, state=lambda x, rate: x.new_zeros(x.shape[0], x.shape[2]))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="longstraw", options={"rules": (rule,)})
+    model = Mixed(lambda m, x: on_another_device(x, m.learned))
+    with pytest.warns(match=r"(?s)could not be compared with it.*no kernel for the CPU.*test_recurrent"):
+        found = compiled(model, *inputs())
+    model.mix = lambda m, x: leaky(x, m.learned)
+    torch.testing.assert_close(found, step(model, *inputs()), rtol=1e-12, atol=1e-12)
 
 
 class Holder:
