@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longstraw.runtime.spans import Runner
 from tests.equality import assert_equal, compare
 from tests.models import zoo
-from tests.small import Tiny, assert_same, inputs, records, step
+from tests.small import WIDTH, Tiny, assert_same, inputs, records, step
 from tests.steps import STEPS
 from tests.sweeps import sweep
 
@@ -145,3 +145,18 @@ def test_parameters_that_reach_the_loss_under_no_grad_only_have_no_gradient() ->
     model = Gated()
     assert_same(model, *inputs())
     assert model.gate.weight.grad is None and model.lost.weight.grad is None and model.head.weight.grad is not None
+
+
+def test_frozen_weights_as_wide_as_a_response_of_fixed_length() -> None:
+    """Nothing that a width is equal to says what runs along it."""
+
+    def own(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+        ids = torch.cat([prompt.expand(len(responses), -1), responses], 1)
+        logits = model.head(model.hidden(ids)[:, -17:-1])
+        return (torch.log_softmax(logits, -1).gather(-1, ids[:, -16:, None]).squeeze(-1) * weights).sum()
+
+    assert WIDTH == 16, "as long as the response"
+    torch._dynamo.reset()
+    model = Tiny()
+    model.head.requires_grad_(False)
+    assert_same(model, *inputs(9, 16, 3), function=own)

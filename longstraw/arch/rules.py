@@ -145,7 +145,8 @@ class Reader:
         shape = self.shape(node)
         if not self.is_light(node):  # parameters and what depends only on them
             return tuple(() if size == (1, 1) else (size,) for size in shape)
-        located = self._in_the_window_of(shape) if self.sizes.has_window(shape) else None
+        may_be_window = self.sizes.has_window(shape) and not self._is_of_weights(node)
+        located = self._in_the_window_of(shape) if may_be_window else None
         if located is None:
             located = self.sizes.locate_shape(shape)
         if located is None:
@@ -160,6 +161,17 @@ class Reader:
             )
         self.read(user, node, located)
         return located
+
+    def _is_of_weights(self, node: fx.Node) -> bool:
+        """Return whether a value is made of the model's own tensors alone, which no size of rows or tokens reaches."""
+        seen, stack = {node}, [node]
+        while stack:
+            new = [x for x in stack.pop().all_input_nodes if x not in seen]
+            seen.update(new)
+            stack += new
+        given = [x.meta.get("val") for x in seen if x.op in ("placeholder", "get_attr")]
+        static = self.sizes.is_static
+        return bool(given) and all(isinstance(v, torch.Tensor) and all(map(static, self.sizes.shape(v))) for v in given)
 
     def _in_the_window_of(self, shape: tuple[Probe, ...]) -> Layout | None:
         """Return the layout of a light value with an entry for each token of a window, if one window has that size.
