@@ -3,7 +3,7 @@
 In: the node of a mask [rows or 1, heads or 1, S, S] (or with fewer leading dims), and which nodes are light, that is,
 computed whole before anything else. Out: a `BlockProgram`. The demand "these dims are cut to the block" is pushed from
 the mask back through each op to light nodes. An op without an entry in the table, or one that would need a token dim
-whole, raises `UnsupportedMask`.
+whole, raises `NotByBlocks`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from longstraw.arch import factors
+from longstraw.arch.rules import op_name
 from longstraw.blocks import (
     BlockProgram,
     Call,
@@ -34,16 +35,16 @@ from longstraw.blocks import (
 )
 from longstraw.compat import expression
 
-__all__ = ["UnsupportedMask", "block_program"]
+__all__ = ["NotByBlocks", "block_program"]
 
 aten = torch.ops.aten
 
 
-class UnsupportedMask(Exception):
+class NotByBlocks(Exception):
     """The mask can't be computed block by block: `node` is the op that stands in the way."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(f"{node.format_node() or node.name}: {reason}")
+        super().__init__(f"{op_name(node)} {reason}")
         self.node = node
         self.reason = reason
 
@@ -109,7 +110,7 @@ class _Builder:
         value = node.meta.get("val")
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise UnsupportedMask(node, "is neither a tensor nor a number")
+            raise NotByBlocks(node, "is neither a tensor nor a number")
         demand = _without_ones(value, cuts) if isinstance(value, torch.Tensor) else ()
         if (node, demand) not in self.slots:
             if not is_tensor or self.is_light(node):
@@ -129,20 +130,21 @@ class _Builder:
 
     def compute(self, node: fx.Node, cuts: Cuts) -> Slot:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            raise UnsupportedMask(node, "is not computed in the graph from token positions, padding or constants")
-        for dim, (size, cut) in enumerate(zip(node.meta["val"].shape, cuts, strict=True)):
+            raise NotByBlocks(node, "is not computed in the graph from token positions, padding or constants")
+        value = node.meta["val"]
+        for dim, (size, cut) in enumerate(zip(value.shape, cuts, strict=True)):
             if cut is None and not expression(size).is_Integer:
-                raise UnsupportedMask(node, f"dim {dim}, of size {size}, would have to be built whole")
+                raise NotByBlocks(node, f"would have to be built whole along dim {dim} of {value.ndim}")
         if factors.is_unproven(node):
             whole = factors.origin(node, is_light=self.is_light)
             if whole is None:
-                raise UnsupportedMask(node, "multiplies scores by values that may be other than 0 and 1")
+                raise NotByBlocks(node, "multiplies scores by values that may be other than 0 and 1")
             self.zero_or_one.add(self.input(whole))
         rule = _RULES.get(node.target.overloadpacket)
         if rule is None and _is_elementwise(node.target):
             rule = _elementwise
         if rule is None:
-            raise UnsupportedMask(node, f"{node.target} is not known to work block by block")
+            raise NotByBlocks(node, "is not known to work block by block")
         return rule(self, node, cuts)
 
     def operand(self, arg: Any, out_cuts: Cuts) -> Any:
@@ -156,7 +158,7 @@ class _Builder:
     def number(self, node: fx.Node, arg: Any) -> Any:
         """A number, or the slot of a node that gives one."""
         if isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), torch.Tensor):
-            raise UnsupportedMask(node, "takes a number from a tensor")
+            raise NotByBlocks(node, "takes a number from a tensor")
         return self.operand(arg, ())
 
 
@@ -169,7 +171,7 @@ def _elementwise(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     value = node.meta["val"]
     nested = [item for arg in node.args if isinstance(arg, (list, tuple)) for item in arg]
     if op._schema.is_mutable or not isinstance(value, torch.Tensor) or any(isinstance(i, fx.Node) for i in nested):
-        raise UnsupportedMask(node, f"{op} is not known to work block by block")
+        raise NotByBlocks(node, "is not known to work block by block")
     args = tuple(builder.operand(arg, cuts) for arg in node.args)
     kwargs = {name: builder.operand(arg, cuts) for name, arg in node.kwargs.items()}
     return builder.add(Call(op, args, kwargs, value.dtype, _common_dtype(node)))
@@ -216,7 +218,7 @@ def _before_view(node: fx.Node, before: Sequence[Any], after: Sequence[Any], cut
         group_out, outs = outs[:num_out], outs[num_out:]
         cut = cuts[group_out[0]]
         if any(cuts[dim] is not None for dim in group_out[1:]):
-            raise UnsupportedMask(node, "merges or splits a dim of tokens")
+            raise NotByBlocks(node, "merges or splits a dim of tokens")
         if cut is None:
             continue
         inner_out, inner_in = (
@@ -232,7 +234,7 @@ def _before_view(node: fx.Node, before: Sequence[Any], after: Sequence[Any], cut
         ):
             demand[group_in[0]] = Cut(Side.ROW, inner=int(cut.inner * inner_out // inner_in))
         else:
-            raise UnsupportedMask(node, "merges or splits a dim of tokens")
+            raise NotByBlocks(node, "merges or splits a dim of tokens")
     return tuple(demand)
 
 
@@ -242,7 +244,7 @@ def _next_group(before: Sequence[Any], after: Sequence[Any], node: fx.Node) -> t
     for num_in, num_out in sorted(counts, key=sum):
         if sympy.expand(_product(before[:num_in]) - _product(after[:num_out])) == 0:
             return num_in, num_out
-    raise UnsupportedMask(node, "has sizes that can't be matched")
+    raise NotByBlocks(node, "has sizes that can't be matched")
 
 
 def _expand(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
@@ -250,7 +252,7 @@ def _expand(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     sizes = source.meta["val"].shape
     for size, out in zip(reversed(sizes), reversed(node.meta["val"].shape), strict=False):
         if expression(size) not in (1, expression(out)):
-            raise UnsupportedMask(node, "repeats a dim that is larger than 1")
+            raise NotByBlocks(node, "repeats a dim that is larger than 1")
     slot = builder.slot(source, cuts[len(cuts) - len(sizes) :])
     return builder.add(Reshape(slot, _block_shape(node, cuts), expand=True))
 
@@ -284,7 +286,7 @@ def _slice(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     start = start.meta["val"] if isinstance(start, fx.Node) else start
     first = expression(0 if start is None else start)
     if not first.is_Integer or first < 0 or step != 1 or (first != 0 and (cut.side is Side.ROW or cut.inner != 1)):
-        raise UnsupportedMask(node, "slices tokens or rows from a place that is not a constant, or with a step")
+        raise NotByBlocks(node, "slices tokens or rows from a place that is not a constant, or with a step")
     demand = list(cuts)
     demand[dim] = Cut(cut.side, cut.inner, cut.offset + int(first))
     return builder.slot(source, demand)
@@ -296,7 +298,7 @@ def _slice_scatter(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     dim, start, _, step = _filled(node.args[2:], (0, None, None, 1))
     sizes, whole = source.meta["val"].shape, node.meta["val"].shape
     if start not in (None, 0) or step != 1 or expression(sizes[dim]) != expression(whole[dim]):
-        raise UnsupportedMask(node, "writes into a part of the mask")
+        raise NotByBlocks(node, "writes into a part of the mask")
     return builder.slot(source, cuts)
 
 
@@ -329,14 +331,14 @@ def _arange(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     num_rows = builder.number(node, node.args[min(1, len(node.args) - 1)]) if cut.side is Side.ROW else None
     whole = (torch.int64, torch.int32)
     if cut.inner != 1 or value.dtype not in whole or (num_rows is not None and (start, step) != (0, 1)):
-        raise UnsupportedMask(node, "counts something other than rows or tokens")
+        raise NotByBlocks(node, "counts something other than rows or tokens")
     return builder.add(Count(cut, start, step, num_rows, value.dtype, value.device))
 
 
 def _triangle(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     rows, columns = cuts[-2:]
     if rows is None or columns is None or rows.inner != 1 or columns.inner != 1:
-        raise UnsupportedMask(node, "has a diagonal that does not run over query and key tokens")
+        raise NotByBlocks(node, "has a diagonal that does not run over query and key tokens")
     diagonal = builder.number(node, node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0))
     upper = node.target is aten.triu.default
     return builder.add(Triangle(builder.slot(_source(node), cuts), rows, columns, upper, diagonal))
@@ -347,11 +349,11 @@ def _index(builder: _Builder, node: fx.Node, cuts: Cuts) -> Slot:
     source, indices = _source(node), node.args[1]
     assert isinstance(indices, (list, tuple))
     if not builder.is_light(source):
-        raise UnsupportedMask(node, "looks tokens up in something that is not computed per token")
+        raise NotByBlocks(node, "looks tokens up in something that is not computed per token")
     places = [place for place, index in enumerate(indices) if index is not None]
     values = [index.meta["val"] for index in indices if isinstance(index, fx.Node)]
     if not places or any(value.dtype in (torch.bool, torch.uint8) for value in values):
-        raise UnsupportedMask(node, "selects by a mask")
+        raise NotByBlocks(node, "selects by a mask")
     adjacent = places == list(range(places[0], places[-1] + 1))
     ndim, first = max(value.ndim for value in values), places[0] if adjacent else 0
     index_cuts, kept = cuts[first : first + ndim], [*cuts[:first], *cuts[first + ndim :]]
@@ -411,7 +413,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _constants(node: fx.Node, values: Any) -> list[int]:
     if not all(isinstance(value, int) for value in values):
-        raise UnsupportedMask(node, "takes a dim that is not a constant")
+        raise NotByBlocks(node, "takes a dim that is not a constant")
     return list(values)
 
 

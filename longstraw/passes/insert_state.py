@@ -213,10 +213,10 @@ class _Builder:
             kinds = self.step.kinds
             try:
                 program = mask_rules.block_program(mask, is_light=lambda n: kinds.get(n) in ("light", "size"))
-            except mask_rules.UnsupportedMask as error:
+            except mask_rules.NotByBlocks as error:
                 raise UnsupportedMask(
                     f"An attention mask can't be computed block by block: {error}.",
-                    where=line,
+                    where=user_line(error.node.meta.get("stack_trace")) or line,
                     remedy="A mask must be elementwise in query and key positions and per-token values.",
                 ) from error
             if (program, _finite(mask)) not in self.programs:

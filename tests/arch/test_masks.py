@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from longstraw import compat
-from longstraw.arch.masks import UnsupportedMask, block_program
+from longstraw.arch.masks import NotByBlocks, block_program
 from longstraw.blocks import Count, Cut, Fill, Lookup, Read, Side
 
 ROW, QUERY, KEY = Cut(Side.ROW), Cut(Side.QUERY), Cut(Side.KEY)
@@ -138,11 +138,11 @@ def concatenates(ids):
     "function", [needs_all_keys, is_random, is_in_place, mixes_tokens, steps_over_tokens, concatenates]
 )
 def test_what_does_not_go_by_blocks_is_refused(function):
-    with pytest.raises(UnsupportedMask) as error:
+    with pytest.raises(NotByBlocks) as error:
         program_of(function, PADDING)
     assert isinstance(error.value.node, torch.fx.Node) and error.value.reason in str(error.value)
 
 
 def test_a_value_that_is_not_light_is_refused():
-    with pytest.raises(UnsupportedMask, match="is not computed in the graph from token positions"):
+    with pytest.raises(NotByBlocks, match="is not computed in the graph from token positions"):
         program_of(lambda ids: ids[:, None, :, None] * ids[:, None, None, :], PADDING, light=())
