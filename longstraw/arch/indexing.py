@@ -136,10 +136,7 @@ def indexed(r: Reader, node: fx.Node) -> Layout:
         if any(index in r.marks for index in indices):
             r.mixes_tokens(node, "it reads a table by the places of entries in an order, and a span has its own")
         read = _listed if source_node in r.layouts else Reader.operand
-        picked = r.merge(node, [read(r, node, indices[i]) for i in places])
-        if places != list(range(places[0], places[-1] + 1)):
-            r.unsupported(node, "its index tensors stand in dims that are not neighbours")
-        out = (*source[: places[0]], *picked, *source[places[-1] + 1 :])
+        out = _picked(r, node, source, places, r.merge(node, [read(r, node, indices[i]) for i in places]))
         if over_pairs(out, Tokens):
             r.mixes_tokens(node, "it reads of every token what an index says of every other")
         if over_pairs(out, Rows):
@@ -160,8 +157,13 @@ def index_written(r: Reader, node: fx.Node) -> Layout:
     picked = r.merge(node, [_listed(r, node, a["indices"][i]) for i in places])
     for dim in (*(out[i] for i in places), *picked):
         r.keep(node, dim, "it writes to places along that dim", remedy=_BY_MASK)
-    if places != list(range(places[0], places[-1] + 1)):
-        r.unsupported(node, "its index tensors stand in dims that are not neighbours")
-    written = (*out[: places[0]], *picked, *out[places[-1] + 1 :])
+    written = _picked(r, node, out, places, picked)
     r.merge(node, [written, r.layouts.get(a["values"]) or r.align(node, a["values"], written)])
     return out
+
+
+def _picked(r: Reader, node: fx.Node, source: Layout, places: list[int], picked: Layout) -> Layout:
+    """Return the layout of what indices of a layout of their own pick, or write, at some dims of a source."""
+    if places != list(range(places[0], places[-1] + 1)):
+        r.unsupported(node, "its index tensors stand in dims that are not neighbours")
+    return (*source[: places[0]], *picked, *source[places[-1] + 1 :])

@@ -1,4 +1,5 @@
-"""Layout rules of mixing ops with boundary state: library scans, causal convolutions, running sums.
+"""Layout rules of mixing ops with boundary state: library scans, causal convolutions, shifts, running
+sums.
 
 A rule tells the reader what its op carries from span to span; everything else (saving, relaying gradients, restarting)
 follows from that.

@@ -291,7 +291,10 @@ class PagePool:
     def _of(self, page: int) -> _Holding:
         if not 0 <= page < self._next:
             raise StateMisuse(f"Page {page} was given to nobody: there are {self._next}.")
-        return self._given[bisect_right(self._firsts, page) - 1]
+        at = bisect_right(self._firsts, page) - 1
+        if at < 0 or page not in self._given[at].table.numbers:
+            raise StateMisuse(f"Page {page} was released, and its owner forgotten.")
+        return self._given[at]
 
     def _holding(self, owner: Owner) -> _Holding:
         if owner not in self._holdings:

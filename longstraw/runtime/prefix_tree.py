@@ -112,9 +112,6 @@ def split_at(node: Node, token: int) -> Node:
     """Return the tree with no node on both sides of a token."""
     node.children = [split_at(child, token) for child in node.children]
     if node.start < token < node.stop:
-        if node.shared or len(node.rows) == 1:
-            rest = Node(node.rows, token, node.stop, node.shared, node.children)
-            return Node(node.rows, node.start, token, node.shared, [rest])
-        rest = Node(node.rows, token, node.stop, False, node.children)
-        return Node(node.rows, node.start, token, False, [rest])
+        rest = Node(node.rows, token, node.stop, node.shared, node.children)
+        return Node(node.rows, node.start, token, node.shared, [rest])
     return node

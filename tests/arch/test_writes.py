@@ -25,10 +25,12 @@ class Edited(Tiny):
         return self.edit(super().forward(ids))
 
 
-def written(place: Any, value: Any) -> Edit:
+def written(place: Any, value: Any, *, into_a_copy: bool = True) -> Edit:
+    """A function that writes a value to a place; both may be computed of the logits."""
+
     def edit(logits: Tensor) -> Tensor:
-        logits = logits.clone()
-        logits[place] = value(logits) if callable(value) else value
+        logits = logits.clone() if into_a_copy else logits
+        logits[place(logits) if callable(place) else place] = value(logits) if callable(value) else value
         return logits
 
     return edit
@@ -41,18 +43,9 @@ def step(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -
     return (logp.gather(-1, responses.clamp(10, 40)[..., None]).squeeze(-1) * weights).sum()
 
 
-def where(mask: Edit, value: float) -> Edit:
-    def edit(logits: Tensor) -> Tensor:
-        logits = logits.clone()
-        logits[mask(logits)] = value
-        return logits
-
-    return edit
-
-
 EDITS: dict[str, Edit] = {
     "one class": written((..., 0), -float("inf")),
-    "one class, of itself": lambda x: written((..., 0), -1.0)(x),
+    "one class, in place": written((..., 0), -1.0, into_a_copy=False),
     "a range of classes": written((..., slice(45, None)), -1e9),
     "a range from another": written((..., slice(45, None)), lambda x: x[..., :5]),
     "listed classes": written((..., [3, 4]), -1e9),
@@ -67,10 +60,11 @@ EDITS: dict[str, Edit] = {
     "index_fill_": lambda x: x.clone().index_fill_(-1, torch.tensor([3, 4]), -1e9),
     "index_copy": lambda x: x.index_copy(-1, torch.tensor([3, 4]), 2 * x[..., :2]),
     "index_add": lambda x: x.index_add(-1, torch.tensor([3, 4]), 2 * x[..., :2]),
-    "where they are low": where(lambda x: x < -1, -1.0),
-    "where they are low, by a value of its own": written(slice(None), lambda x: x.masked_fill(x < -1, -1.0)),
-    "where nothing is": where(torch.isnan, 0.0),
-    "whole tokens": where(lambda x: x.sum(-1) > 0, 0.25),
+    "all": written(slice(None), lambda x: x.masked_fill(x < -1, -1.0)),
+    "where they are low": written(lambda x: x < -1, -1.0),
+    "where they are low, in place": written(lambda x: x < -1, -1.0, into_a_copy=False),
+    "nowhere": written(torch.isnan, 0.0),
+    "whole tokens": written(lambda x: x.sum(-1) > 0, 0.25),
 }
 
 

@@ -404,6 +404,8 @@ def test_a_pool_that_is_kept_forgets_who_returned_all_pages() -> None:
         pool.forget_released()
         with pytest.raises(StateMisuse, match="No pages were given to the replay"):
             pool.pages_of(replay)
+        with pytest.raises(StateMisuse, match=rf"Page {3 + 2 * number} was released"):
+            pool.position_of(3 + 2 * number)
     assert list(pool.pages_of(prompt)) == [0, 1, 2]
     assert all(pool.owner_of(page) is prompt for page in range(3))
     assert pool.outstanding == 3
