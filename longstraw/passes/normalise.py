@@ -312,6 +312,8 @@ def _select_where_masks_write(graph: fx.Graph) -> None:
             call = functools.partial(emit, graph, node)
             for _ in range(x.meta["val"].ndim - given[0] - mask.meta["val"].ndim):
                 mask = call(aten.unsqueeze.default, mask, -1)
+            if value.meta["val"].dtype != x.meta["val"].dtype:  # not what where would make of the two
+                value = call(aten.to.dtype, value, x.meta["val"].dtype)
             new = call(aten.where.self, mask, value, x)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -95,7 +95,17 @@ def values_of_each_token(model: nn.Module, prompt: Tensor, responses: Tensor, we
     return (logp * weights).sum()
 
 
-@pytest.mark.parametrize("function", [classes_by_mask, values_of_each_token])
+def whole_numbers(model: nn.Module, prompt: Tensor, responses: Tensor, weights: Tensor) -> Tensor:
+    """What is written becomes a value of the dtype that it is written to."""
+    ids = torch.cat([prompt.expand(responses.shape[0], -1), responses], 1)
+    ids[ids > 30] = torch.tensor(7.9)
+    counted = (model(ids) > 0).long()
+    counted[counted == 0] = torch.tensor(2.5)
+    logp = torch.log_softmax(model(ids) * counted, -1)[:, prompt.shape[1] - 1 : -1]
+    return (logp.gather(-1, responses[..., None]).squeeze(-1) * weights).sum()
+
+
+@pytest.mark.parametrize("function", [classes_by_mask, values_of_each_token, whole_numbers])
 def test_a_mask_of_classes_or_of_tokens(function: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
     assert_same(Edited(lambda x: x), *inputs(), function=function)
