@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.fx.experimental._config as fx_config
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from longstraw import compat
@@ -116,6 +117,32 @@ def test_a_call_under_a_mode_that_sees_operators_is_refused_and_not_remembered()
         assert len(calls) == 1 + warm
     with FlopCounterMode(display=False):  # other backends keep what Dynamo does
         assert torch.compile(lambda x: x + 2, backend="eager")(torch.ones(())) == 3
+
+
+def test_what_is_no_model_may_be_called_under_a_mode() -> None:
+    """In a compiled function, after its graph: what Dynamo may run as it is."""
+    seen: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def metric(x: torch.Tensor) -> torch.Tensor:
+        with Seen():
+            return helper(x)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return metric(x + 1)
+
+    backend = compat.trace_backward_inside(lambda gm, inputs: gm.forward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo says that it breaks the graph there
+        assert torch.equal(torch.compile(run, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
+    assert seen == ["aten.mul.Tensor"]
 
 
 def test_a_loop_that_calls_backward_is_one_graph_also_after_a_reset() -> None:

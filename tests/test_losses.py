@@ -538,6 +538,32 @@ def test_hooks_on_parameters_are_called() -> None:
     assert_same(model, *inputs())
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_that_wait_for_a_parameters_grad_are_called_or_refused(inside: bool) -> None:
+    """As optimizers that step in the backward register them."""
+    model, seen = Tiny(), []
+
+    def own(*args: object) -> Tensor:
+        loss = step(*args)
+        if inside:
+            loss.backward()
+            return loss.detach()
+        return loss
+
+    torch._dynamo.reset()
+    compiled = torch.compile(own, backend="longstraw")
+    compiled(model, *inputs())  # a hook that comes after it was compiled
+    model.zero_grad()
+    model.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    if inside:
+        with pytest.raises(errors.UnsupportedOp, match=r"(?s)register_post_accumulate_grad_hook.*test_losses.*outside"):
+            compiled(model, *inputs())
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        compiled(model, *inputs()).backward()
+        assert len(seen) == 1 and torch.equal(seen[0], model.up.weight.grad)
+
+
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 

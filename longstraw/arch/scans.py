@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from longstraw.arch.rules import LayoutRule, Reader, arguments, packet
-from longstraw.arch.spellings import CASTS
+from longstraw.arch.spellings import COPIES
 from longstraw.compat import expression
 from longstraw.layout import ROWS, Dim, Layout, Rows, Tokens, has
 from longstraw.scans import delta_rule, linear_recurrence, opaque, short_conv
@@ -112,7 +112,7 @@ def convolved(r: Reader, node: fx.Node) -> Layout:
 
 def _is_zero_padding(node: fx.Node, token: Tokens) -> bool:
     """Return whether a value `[rows, channels, tokens]` has zeros, from a padding, for all tokens before the first."""
-    while packet(node.target) in CASTS:
+    while packet(node.target) in COPIES:
         node = node.args[0]  # type: ignore[assignment]
     if packet(node.target) not in (aten.pad, aten.constant_pad_nd):
         return False

@@ -54,6 +54,7 @@ from longstraw.compat.modes import (
     exit_autocast,
     exit_inference_mode,
     read_data,
+    waits_for_grad,
     without_autocast,
 )
 
@@ -101,6 +102,7 @@ __all__ = [
     "true_places",
     "users_expression",
     "values_in_reach",
+    "waits_for_grad",
     "without_autocast",
     "without_modes",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,10 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._dynamo import convert_frame
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import longstraw.errors
 from longstraw.errors import CompiledTooOften, ModeActive, function_line
 
 
@@ -44,7 +47,11 @@ def refuse_at_the_limit() -> None:
 
 
 def refuse_under_modes() -> None:
-    """Raise where Dynamo would run a frame for a backend of ours eagerly, because a dispatch mode is active."""
+    """Raise where Dynamo would run a frame for a backend of ours eagerly, because a dispatch mode is active.
+
+    That holds for what may run a model: compiled functions that are called, the rest of one after a break of its graph,
+    and modules; what else they call there (logging, hooks) Dynamo may run as it is.
+    """
     for name in ("is_in_any_mode_without_ignore_compile_internals", "any_torch_dispatch_mode_on_stack"):
         if hasattr(convert_frame, name):
             setattr(convert_frame, name, _refusing(getattr(convert_frame, name)))
@@ -53,17 +60,29 @@ def refuse_under_modes() -> None:
 def _refusing(is_in_mode: Callable[[], bool]) -> Callable[[], bool]:
     def checked() -> bool:
         found = is_in_mode()
-        asking = sys._getframe(1).f_locals
-        if found and not asking.get("is_skipfile", True):
-            backend, _ = _innermost(asking["self"])
-            if getattr(backend, "traces_backward", False):
-                code = asking["frame"].f_code
+        asking = sys._getframe(1)
+        if found and not asking.f_locals.get("is_skipfile", True):
+            backend, _ = _innermost(asking.f_locals["self"])
+            if getattr(backend, "traces_backward", False) and _may_run_model(asking.f_locals["frame"], asking.f_back):
+                codes = [asking.f_locals["frame"].f_code, *(frame.f_code for frame in _stack())]
+                code = next((c for c in codes if not c.co_filename.startswith((_TORCH, _OURS))), codes[0])
                 modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
                 where = function_line(code.co_filename, code.co_firstlineno, code.co_name)
-                raise ModeActive(code.co_name, modes=modes, where=where)
+                raise ModeActive(codes[0].co_name, modes=modes, where=where)
         return found
 
     return checked
+
+
+_TORCH, _OURS = (os.path.join(os.path.dirname(str(m.__file__)), "") for m in (torch, longstraw.errors))
+
+
+def _may_run_model(called: Any, caller: FrameType | None) -> bool:
+    """Return whether a frame that was called may run a model; `called` is what Dynamo knows of it before it runs."""
+    is_compiled = caller is not None and caller.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+    code, of = called.f_code, called.f_locals.get("self")
+    is_rest = code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    return is_compiled or is_rest or isinstance(of, torch.nn.Module) or _place(code) in frames_with_model
 
 
 def _failed_guard(reason: str) -> str:

@@ -55,6 +55,11 @@ read_data = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 """What `torch.inference_mode` and `tensor.data` are in a Dynamo graph."""
 
 
+def waits_for_grad(leaf: torch.Tensor) -> bool:
+    """Return whether hooks of a leaf are called after a gradient was added to its `.grad`."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 def current_autocast(device: str) -> tuple[tuple[str, bool, torch.dtype], ...]:
     """Return the autocast settings in force for a device type, for `autocast_state`; none where it has no autocast."""
     if not torch.amp.is_autocast_available(device):  # as on the meta device

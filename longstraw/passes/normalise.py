@@ -281,6 +281,8 @@ def _gather_where_indices_count(graph: fx.Graph) -> None:
         sizes = chosen.meta["val"].shape
         if chosen.meta["val"].dtype != torch.int64 or len(sizes) != len(shape) - 1:
             continue
+        if not same_sizes(sizes[:1], shape[:1]):  # some of the rows
+            continue
         if all(_counts(index, d, sizes) for d, index in enumerate(counting)):
             with graph.inserting_before(node):
                 call = functools.partial(emit, graph, node)

@@ -42,10 +42,26 @@ def split_at_backward(gm: fx.GraphModule, *, compile_piece: Callable[[fx.GraphMo
             _place(gm, placed, pieces, outer, env, root, compile_piece)
             placed += 1
         env[node] = outer.node_copy(node, env.__getitem__)
+        if _is_backward(node):
+            env[node].target = _gradients
+            env[node].kwargs = {**env[node].kwargs, "where": user_line(node.meta.get("stack_trace"))}
     return fx.GraphModule(root, outer)
 
 
 REST = -1
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, where: str, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, which calls hooks on gradients, and none of those that wait for `.grad`."""
+    for leaf in inputs if isinstance(inputs, (list, tuple)) else [inputs]:
+        if compat.waits_for_grad(leaf):
+            raise UnsupportedOp(
+                f"A parameter {tuple(leaf.shape)} has a hook that is called when its .grad is complete "
+                "(register_post_accumulate_grad_hook), and the step calls backward() itself: it would not be called.",
+                where=where,
+                remedy="Return the loss and call backward() outside of the compiled step, or remove the hook.",
+            )
+    return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
 def _needed(node: fx.Node, pieces: Mapping[fx.Node, set[int]]) -> int:
