@@ -17,7 +17,13 @@ VOCABULARY, WIDTH, HEADS, KEY_HEADS = 50, 16, 4, 2
 
 
 class Tiny(nn.Module):
-    """Embedding, one grouped-query attention with a residual, a feed-forward of a given width, a head."""
+    """Embedding, grouped-query attentions of the same weights, a feed-forward of a given width, a head.
+
+    Attributes:
+        attentions: how many; the second reads what tokens of the prompt saw in the first.
+    """
+
+    attentions = 2
 
     def __init__(self, inner: int = 24) -> None:
         super().__init__()
@@ -42,7 +48,8 @@ class Tiny(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states `[G, S, W]`."""
         x = self.table(ids)
-        x = x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
+        for _ in range(self.attentions):
+            x = x + self.out(self.attend(x).transpose(1, 2).reshape(x.shape))
         return x + self.down(torch.tanh(self.up(x)))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -66,8 +73,11 @@ def inputs(prompt: int = 9, response: int = 4, group: int = 3) -> tuple[Tensor, 
 
 
 def records(function: Callable[..., Any] = step, *args: Any, **options: Any) -> dict[str, Any]:
-    """The record of every stage of a step (by default on a fresh `Tiny`)."""
+    """The record of every stage of a step (by default on a fresh `Tiny`); a `Tiny` has one attention there."""
     args = args or (Tiny(), *inputs())
+    for model in args:
+        if isinstance(model, Tiny):
+            model.attentions = 1
     return dict(explain(function, *args, options=options).records[0])
 
 

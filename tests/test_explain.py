@@ -17,7 +17,7 @@ def explanation() -> longstraw.Explanation:
 
 def test_explain_says_what_is_kept_per_token(explanation: longstraw.Explanation) -> None:
     text = str(explanation)
-    assert "128 bytes per token of a row" in text  # 2 key heads x 4 wide, keys and values, float64
+    assert "256 bytes per token of a row" in text  # 2 attentions x 2 key heads x 4 wide, keys and values, float64
     assert "2 x 4 keys, 2 x 4 values, float64, causal" in text
     assert len(text.splitlines()) < 40
 
